@@ -186,16 +186,14 @@ class Engine(ABC):
         target = self._lanes.get(lane)
         if target is None:
             raise ConfigError(f"push of {name!r}: no lane {lane!r}; lanes: {', '.join(map(repr, self._lanes))}")
-        written = dict.fromkeys(writes)
-        read = dict.fromkeys(reads)
-        for var in (*written, *read):
+        read, written = tuple(reads), tuple(writes)
+        for var in written + read:
             if getattr(var, "_engine", None) is not self:
                 raise ConfigError(f"push of {name!r}: {var!r} is not a variable of this engine")
-        if read and written:
-            read = {var: None for var in read if var not in written}
-        return Operation(
-            fn, tuple(read), tuple(written), target, priority, name, no_skip, self._lock, self._run_borrowed
-        )  # fmt: skip
+        if read or len(written) > 1:
+            taken = dict.fromkeys(written)
+            read, written = tuple(var for var in dict.fromkeys(read) if var not in taken), tuple(taken)
+        return Operation(fn, read, written, target, priority, name, no_skip, self._lock, self._run_borrowed)
 
     def _check_open(self, what: str) -> None:
         if self._closed:

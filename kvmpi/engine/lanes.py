@@ -20,7 +20,8 @@ class Lane:
     """
 
     ordered = False
-    inline = True
+    #: The lane itself, if it has a queue.
+    queue: ThreadLane | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,10 +30,9 @@ class Lane:
 class ThreadLane(Lane, ABC):
     """A queue and its threads, which start with the first operation and park on a gate each while idle."""
 
-    inline = False
-
     def __init__(self, name: str, num_threads: int) -> None:
         super().__init__(name)
+        self.queue = self
         self.num_threads = num_threads
         self.num_started = 0
         self.parked: list[threading.Lock] = []  # gates of the idle threads; opening one wakes one

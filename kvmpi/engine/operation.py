@@ -93,7 +93,7 @@ class Operation(Work):
         if not isinstance(result, Work):
             return None
         self.phase = RETURNED
-        return outcome(result) if result.done() else result
+        return outcome(result) if result._done else result  # several that are may not know it; a callback tells
 
 
 def outcome(work: Work) -> Failure | None:

@@ -90,7 +90,11 @@ class ThreadedEngine(Engine):
         op = self._operation(fn, reads, writes, lane, priority, name, no_skip)
         failure: Failure | None = None
         try:
-            failure = self._push(op, name)
+            wake, ready = self._register(op)
+            for call in wake:
+                call()
+            if ready and op.lane.queue is None:
+                failure = self._run_inline(op)
         except BaseException as error:
             # Else a signal's handler has raised it: an operation may be half registered, or half over.
             if not isinstance(error, (KVError, _NoThreadError)):
@@ -109,11 +113,12 @@ class ThreadedEngine(Engine):
             tell = self._stop(error)
         tell()
 
-    def _push(self, op: Operation, name: str) -> Failure | None:
+    def _register(self, op: Operation) -> tuple[list[Callable[[], object]], bool]:
+        """Let ``op`` take its places; returns what gets threads going, and whether it waits for nothing."""
         wake: list[Callable[[], object]] = []
-        target = op.lane
         with self._lock:
-            self._check_open(f"push of {name!r}")
+            if self._closed:
+                self._check_open(f"push of {op.name!r}")
             op.seq = next(sequence)
             self._pending.add(op)
             if self._drained and self._is_inside:
@@ -129,14 +134,12 @@ class ThreadedEngine(Engine):
                     op.num_waits += 1
                 elif var._failures:
                     op.cause = earliest(op.cause, var.poison_for(op.seq))
-            ready = not op.num_waits
-            if isinstance(target, ThreadLane):
-                target.admit(op)
-                if ready and target.enqueue(op):
-                    self._summon(target, wake)
-        for call in wake:
-            call()
-        return self._run_inline(op) if ready and target.inline else None
+            ready, queue = not op.num_waits, op.lane.queue
+            if queue is not None:
+                queue.admit(op)
+                if ready and queue.enqueue(op):
+                    self._summon(queue, wake)
+        return wake, ready
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         self._refuse_own_threads("wait_all")
@@ -255,11 +258,11 @@ class ThreadedEngine(Engine):
             # lane, and others are woken for what is ready.
             goes_on = lane is not None and not op._callbacks
             if freed:
-                goes_on = goes_on and not any(ready.lane.inline for ready in freed)
+                goes_on = goes_on and not any(ready.lane.queue is None for ready in freed)
                 own = lane if goes_on else None
                 for ready in freed:
-                    target = ready.lane
-                    if not isinstance(target, ThreadLane):
+                    target = ready.lane.queue
+                    if target is None:
                         inline.append(ready)
                     elif target.enqueue(ready):
                         if target is own:
@@ -428,11 +431,15 @@ class ThreadedEngine(Engine):
                         opened = True  # just now
         return opened
 
+    @property
+    def _queues(self) -> list[ThreadLane]:
+        return [lane.queue for lane in self._lanes.values() if lane.queue is not None]
+
     def _stop(self, error: BaseException | None) -> Callable[[], None]:
         """Under the lock: stop the threads; with an ``error``, end what is pending. Returns what tells all of it."""
         self._closed = True
         callbacks = self._abandon(error) if error is not None else []
-        gates = [gate for lane in self._lanes.values() if isinstance(lane, ThreadLane) for gate in lane.stop()]
+        gates = [gate for queue in self._queues for gate in queue.stop()]
 
         def tell() -> None:
             for gate in gates:
@@ -462,7 +469,6 @@ class ThreadedEngine(Engine):
             gate.release()
         self._pending.clear()
         self._drained.clear()
-        for lane in self._lanes.values():
-            if isinstance(lane, ThreadLane):
-                lane.clear()
+        for queue in self._queues:
+            queue.clear()
         return callbacks

@@ -196,7 +196,7 @@ def test_an_engine_that_a_signal_has_broken_says_so(kind: type[BaseException], m
         raise kind
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_push", interrupted)
+        patch.setattr(engine, "_register", interrupted)
         with pytest.raises(kind):
             engine.push(int)
     with pytest.raises(KVError, match=rf"'next' on an engine that is closed: a {kind.__name__} .* create another"):

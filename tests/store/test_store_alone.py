@@ -433,7 +433,7 @@ def test_a_signal_in_the_middle_of_a_call_leaves_a_store_without_others_usable(n
         kv.push("w", array(1))
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(kv._engine, "_push", lambda *_: signal.raise_signal(signal.SIGINT))
+                patch.setattr(kv._engine, "_register", lambda *_: signal.raise_signal(signal.SIGINT))
                 with pytest.raises(KeyboardInterrupt):
                     kv.push("w", array(1))
             kv.push("w", array(2))
