@@ -199,6 +199,23 @@ def flat(array: Any) -> Buffer:
     return array.reshape(-1) if type(array) is np.ndarray else read(array).buffer
 
 
+def plain(array: Any, shape: tuple[int, ...], dtype: str) -> Buffer | None:
+    """The memory of an array, as of ``memory_of``, if it has this shape and dtype; None for any other, or none.
+
+    Whoever reads that says what is wrong with it.
+    """
+    if type(array) is np.ndarray:
+        fits = array.shape == shape and array.flags.carray and _NAMES.get(array.dtype) == dtype
+        return array.reshape(-1) if fits else None
+    if type(array) not in _LIBRARIES or array.shape != shape:
+        return None
+    try:
+        memory = memory_of(array) if dtype_of(array) == dtype else None
+    except (DTypeMismatchError, UnsupportedError):
+        return None
+    return None if memory is None else memory.buffer
+
+
 def may_be_on_devices() -> bool:
     """Whether any array can be: not before CuPy is imported, or torch has begun to use a GPU."""
     torch = sys.modules.get("torch")

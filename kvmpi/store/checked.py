@@ -1,54 +1,61 @@
-"""Calls on one key with arrays that lie where they lay: what was found right then need not be looked at again.
+"""Calls on one key that were right before: their arrays need no more than a look.
 
-A loop passes the same arrays at every step, and to check a small one takes longer than to send it. This is for stores
-that need not agree with other workers on a call; what is told to others, ``repeats`` knows again.
+A loop makes the same calls at every step, and to check a small array takes longer than to send it. So a key remembers
+the operations that were right, each with the rule that it was right under; what may differ from call to call is where
+plain arrays lie. This is for stores that need not agree with other workers on a call; what is told to others,
+``repeats`` knows again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmpi import arrays, optim
+from kvmpi.arrays import Vector
 from kvmpi.store.call import Invocation, KeyState, Part
 
-#: Of one key. A program that has more of them has other arrays at every step.
-_MOST_FORMS = 8
-#: An operation, and the layouts of what is pushed and of what is pulled into, if that is something else.
-Form = tuple[str, "tuple[Any, ...] | None", "tuple[Any, ...] | None"]
+Buffer = npt.NDArray[Any]
 
 
-def find(state: KeyState, call: Invocation, value: Any, out: Any, rule: optim.Rule | None) -> Part | None:
-    """What a call does with its only key, if the same was found right before, under this rule; else None.
+def find(
+    state: KeyState, call: Invocation, value: Any, out: Any, rule: optim.Rule | None
+) -> tuple[Buffer | None, Buffer | None] | None:
+    """The memory of ``value`` and that of ``out``, if the same was right before, under this rule; else None.
 
-    ``value`` or ``out`` is None where nothing is pushed or pulled; they are the same where results replace ``value``.
+    None stands for what is not pushed or pulled. ``out`` is ``value`` where results replace it.
     """
-    if not state.checked or call.scale != 1.0 or arrays.may_be_on_devices():
+    op, source, target = call.op, None, None
+    if state.checked.get(op, state) is not rule or call.scale != 1.0:
         return None
-    form = _form(call.op, value, out)
-    if form is None or state.checked.get(form, state) is not rule:
+    if op != "pull" and (source := arrays.plain(value, state.shape, state.dtype)) is None:
         return None
-    if out is not None:
-        arrays.note_writes([out])
-    return Part(state, [] if value is None else [arrays.read(value)], [] if out is None else [out], out is value)
+    if op == "push":
+        return source, None
+    target = source if out is value else arrays.plain(out, state.shape, state.dtype)
+    if target is None or (source is not None and target is not source and not _apart(source, target)):
+        return None
+    arrays.note_writes([out])
+    return source, target
+
+
+def part_of(state: KeyState, memory: tuple[Buffer | None, Buffer | None], value: Any, out: Any) -> Part:
+    """What a call does of which ``find`` has found the memory."""
+    source, _ = memory
+    vectors = [] if source is None else [Vector(source, state.dtype, "cpu", True)]
+    return Part(state, vectors, [] if out is None else [out], out is value)
 
 
 def note(part: Part, call: Invocation, value: Any, out: Any, rule: optim.Rule | None) -> None:
     """A call on one key is right: ``part`` is what it does."""
-    vectors, state = part.vectors, part.state
-    if part.rows is not None or len(vectors) > 1 or len(part.outs) > 1 or not all(vector.shared for vector in vectors):
-        return  # it was not one array, or that was copied
-    form = _form(call.op, value, out)
-    if form is not None:
-        if len(state.checked) >= _MOST_FORMS:
-            state.checked.clear()
-        state.checked[form] = rule
+    state = part.state
+    given = [array for array in (value, out) if array is not None]
+    if part.rows is None and all(arrays.plain(array, state.shape, state.dtype) is not None for array in given):
+        state.checked[call.op] = rule
 
 
-def _form(op: str, value: Any, out: Any) -> Form | None:
-    """None for arrays that must be looked at."""
-    pushed = pulled = None
-    if value is not None and (pushed := arrays.layout_of(value)) is None:
-        return None
-    if out is not None and out is not value and (pulled := arrays.layout_of(out)) is None:
-        return None
-    return op, pushed, pulled
+def _apart(source: Buffer, target: Buffer) -> bool:
+    """Whether what is pulled may be written before all that is pushed is read: it lies elsewhere, or exactly there."""
+    return not np.may_share_memory(source, target) or arrays.address_of(source) == arrays.address_of(target)

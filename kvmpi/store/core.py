@@ -329,12 +329,12 @@ class StoreCore:
         def prepare() -> list[Part]:
             take_numbers(call, key)
             single = self._keys.get(key) if alone and (type(key) is int or type(key) is str) else None
-            if single is not None and (again := checked.find(single, call, value, out, self._rule)) is not None:
+            if single is not None and (memory := checked.find(single, call, value, out, self._rule)) is not None:
                 self._raise_pending(single)
                 single.pushes += pushes
                 single.by_rows &= not pushes
                 call.about = single.key
-                return [again]
+                return [checked.part_of(single, memory, value, out)]
             if (known := self._known_parts(call, key, value, out)) is not None:
                 return known
             parts: dict[Key, Part] = {}
