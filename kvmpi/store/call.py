@@ -235,6 +235,8 @@ def nothing() -> Work:
 
 def label_of(op: str, states: Sequence[KeyState]) -> str:
     """What is done to these keys, for messages."""
+    if len(states) == 1:
+        return f"{op} of key {states[0].key!r}"
     names = ", ".join(repr(state.key) for state in states[:3])
     return f"{op} of key {names}{', ...' if len(states) > 3 else ''}"
 

@@ -60,15 +60,16 @@ class Exchanging(KnownExchanges):
         fused = call.op == "pushpull" and not part.whole
         summed = self._sum_rows_op(part, call)
         arriving: list[ArrivingRows] = []
+        turns = self._turns_of([state], call)
 
-        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+        def ask(ps: PsClient) -> Work:
             assert part.rows is not None
             [turn] = turns
             arriving.extend([ArrivingRows(ps.rows_of(state.key))] if fused else [])
             changed, turn.kept = (arriving[0] if fused else None), not (fused or call.async_op)
             return ps.push_rows(state.key, part.rows, call.deadline, call.priority, changed, turn)
 
-        work = self._push_op([state], ask, call, reads=[state.sent])
+        work = self._ask_op([state], ask, call, reads=[state.sent], turns=turns)
         if part.whole:
             [pulled] = self._start_pull([part], call)
             return pulled
@@ -130,14 +131,15 @@ class Exchanging(KnownExchanges):
             return accepted if waits and lent is not None else local
 
         ends_with_it = self._ps is not None and (call.async_op or (waits and lent is not None))
+        turns = self._turns_of([state], call)
 
-        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+        def ask(ps: PsClient) -> Work:
             [turn] = turns
             turn.kept = not ends_with_it
             value = state.host_buffer() if lent is None else lent
             return ps.push(state.key, value, call.deadline, call.priority, turn)
 
-        work = self._push_op([state], ask, call, reads=[state.sent] if lent is None else [])
+        work = self._ask_op([state], ask, call, reads=[state.sent] if lent is None else [], turns=turns)
         # The caller's arrays are free once the sum is in the key's own buffer.
         return work if ends_with_it else local
 
@@ -147,8 +149,9 @@ class Exchanging(KnownExchanges):
         """Push on the master: send, and let the round's value land; done when the servers have what was lent. Until
         then it is not ``kept`` where the caller waits for that, and may change what it has lent if it fails."""
         accepted = Work(f"{call.op} of key {state.key!r}: acceptance")
+        turns = self._turns_of([state], call)
 
-        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+        def ask(ps: PsClient) -> Work:
             [turn] = turns
             turn.kept = kept
 
@@ -164,7 +167,7 @@ class Exchanging(KnownExchanges):
             if not accepted.done():  # nothing was lent, or it was never sent
                 accepted.finish(None if kept else work.error())
 
-        answer.work = self._push_op([state], ask, call, writes=[state.sent])
+        answer.work = self._ask_op([state], ask, call, writes=[state.sent], turns=turns)
         answer.work.add_done_callback(end)
         return accepted
 
@@ -278,15 +281,16 @@ class Exchanging(KnownExchanges):
 
         ``kept``: the program does not make the pushes again.
         """
+        turns = self._turns_of(states, call)
 
-        def ask(ps: PsClient, turns: Sequence[Turn]) -> Work:
+        def ask(ps: PsClient) -> Work:
             exchanges = []
             for state, source, out, turn in zip(states, sources, outs, turns, strict=True):
                 turn.kept = kept
                 exchanges.append(Exchange(state.key, state.host_buffer() if source is None else source, out, turn))
             return ps.exchange_together(exchanges, call.deadline, call.priority)
 
-        return self._push_op(states, ask, call, **how)
+        return self._ask_op(states, ask, call, turns=turns, **how)
 
     def _lent(self, vectors: list[Vector], call: Invocation, *, until_done: bool) -> Buffer | None:
         """The memory that can be sent as it is: a single host vector that nobody changes while it is sent."""
@@ -317,11 +321,20 @@ class Exchanging(KnownExchanges):
     def _sum_op(self, bucket: list[Part], call: Invocation) -> Work:
         return self._reduce_op(bucket, call, keeps=self._ps is not None)
 
+    def _turns_of(self, states: Sequence[KeyState], call: Invocation) -> Sequence[Turn]:
+        """The places of the call's pushes of these keys among all that the program pushes, on the master."""
+        return [] if self._ps is None else [call.turns.pop(state.key) for state in states]
+
     def _ask_op(
         self, states: Sequence[KeyState], ask: Callable[[PsClient], Work], call: Invocation, *,
-        reads: Sequence[Variable] = (), writes: Sequence[Variable] = (),
+        reads: Sequence[Variable] = (), writes: Sequence[Variable] = (), turns: Sequence[Turn] = (),
     ) -> Work:  # fmt: skip
-        """Push on the master: ask the servers about some keys. Other workers have nothing to do."""
+        """Push on the master: ask the servers about some keys. Other workers have nothing to do.
+
+        Args:
+            reads, writes: for what is sent from the keys' own buffers, or lands there.
+            turns: of the keys, for which something is pushed. Those that are not begun after all are given up.
+        """
         ps = self._ps
         if ps is None:
             return nothing()
@@ -331,31 +344,22 @@ class Exchanging(KnownExchanges):
                 for state in states:
                     state.buffer = None  # a server may be reading it still
 
-        def run() -> Work:
-            asked = ask(ps)
-            asked.add_done_callback(abandon)
-            return asked
-
-        return self._engine.push(
-            run, reads=[*call.done, *reads], writes=[*(state.value for state in states), *writes], lane="inline",
-            priority=call.priority, name=label_of(call.op, states),
-        )  # fmt: skip
-
-    def _push_op(
-        self, states: Sequence[KeyState], ask: Callable[[PsClient, Sequence[Turn]], Work], call: Invocation, **how: Any
-    ) -> Work:
-        """Push on the master: push some keys to the servers, in their places among all that the program pushes."""
-        ps = self._ps
-        if ps is None:
-            return nothing()
-        turns = [call.turns.pop(state.key) for state in states]
-
         def give_up(_: Work) -> None:
             for state, turn in zip(states, turns, strict=True):
                 ps.give_up(state.key, turn)
 
-        work = self._ask_op(states, lambda ps: ask(ps, turns), call, **how)
-        work.add_done_callback(give_up)
+        def run() -> Work:
+            asked = ask(ps)
+            if reads or writes:
+                asked.add_done_callback(abandon)
+            return asked
+
+        work = self._engine.push(
+            run, reads=[*call.done, *reads], writes=[*[state.value for state in states], *writes], lane="inline",
+            priority=call.priority, name=label_of(call.op, states),
+        )  # fmt: skip
+        if turns and not turns[-1].begun:  # else all are
+            work.add_done_callback(give_up)
         return work
 
     def _spread_ops(self, coming: Sequence[Coming], call: Invocation) -> list[Work]:

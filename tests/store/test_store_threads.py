@@ -36,7 +36,7 @@ def test_what_two_threads_push_to_one_key_counts_once_each(name: str, how: str) 
         kv.init("w", np.zeros(10))
         kv.set_optimizer(optim.Test(lr=-1.0))
         summed, overtaken = threading.Event(), threading.Event()
-        send = kv._push_op  # type: ignore[attr-defined]
+        send = kv._ask_op  # type: ignore[attr-defined]
 
         def slowly(*given: Any, **more: Any) -> Any:
             if not summed.is_set():
@@ -55,7 +55,7 @@ def test_what_two_threads_push_to_one_key_counts_once_each(name: str, how: str) 
             else:
                 kv.push("w", np.full(10, value))
 
-        kv._push_op = slowly  # type: ignore[attr-defined]
+        kv._ask_op = slowly  # type: ignore[attr-defined]
         first = threading.Thread(target=make, args=(2.0,))
         first.start()
         assert summed.wait(TIMEOUT_S)
