@@ -204,45 +204,51 @@ class Exchanging(KnownExchanges):
     def _pull_some(self, wanted: Sequence[tuple[Part, Target]], call: Invocation) -> list[Coming]:
         """Keys whose values all come with one push, or all with none."""
         states, targets = [part.state for part, _ in wanted], [target for _, target in wanted]
+        work = self._pull_op(states, [target.buffer for target in targets], call)
+        return [Coming(state, target, work) for state, target in zip(states, targets, strict=True)]
+
+    def _pull_op(self, states: Sequence[KeyState], buffers: Sequence[Buffer], call: Invocation) -> Work:
+        """``_pull_some``, into ``buffers``."""
         if self._answers.get(states[0].key) is not None:
-            work = self._answer_op(states, targets, call)
-        else:
+            return self._answer_op(states, buffers, call)
 
-            def ask(ps: PsClient) -> Work:
-                buffers = [(part.state.key, target.buffer) for part, target in wanted]
-                return ps.pull_together(buffers, call.deadline, call.priority)
+        def ask(ps: PsClient) -> Work:
+            wanted = [(state.key, buffer) for state, buffer in zip(states, buffers, strict=True)]
+            return ps.pull_together(wanted, call.deadline, call.priority)
 
-            work = self._ask_op(states, ask, call)
-        return [Coming(part.state, target, work) for part, target in wanted]
+        return self._ask_op(states, ask, call)
 
-    def _answer_op(self, states: Sequence[KeyState], targets: Sequence[Target], call: Invocation) -> Work:
-        """Push on the master: take what the last push of these keys brings."""
-        copied: list[tuple[KeyState, Target, Landing, bool]] = []
-        here = True
-        for state, target in zip(states, targets, strict=True):
-            answer = self._answers[state.key]
-            assert answer is not None
-            done = answer.work.done()
-            if not done and not call.done:
-                # Nothing can refuse this call any more: what is still to come need not make a stop on its way.
-                answer.landing.move(target.buffer)
-                self._answers[state.key] = None
-                continue
-            here = here and (done or target.buffer.nbytes <= INLINE_BYTES)
-            if last := answer.landing.holds:
+    def _answer_op(self, states: Sequence[KeyState], buffers: Sequence[Buffer], call: Invocation) -> Work:
+        """On the master: take what the last push of these keys brings."""
+        answers = [answer for state in states if (answer := self._answers[state.key]) is not None]
+        push = answers[0].work
+        here = push.done() and push.error() is None
+        copied: list[tuple[KeyState, Buffer, Landing, bool]] = []
+        for state, buffer, answer in zip(states, buffers, answers, strict=True):
+            last = answer.landing.holds
+            if last or not (here or call.done):
                 self._answers[state.key] = None  # the server has its memory back; who asks once more asks there
-            copied.append((state, target, answer.landing, last))
+            if here or call.done:
+                copied.append((state, buffer, answer.landing, last))
+            else:  # nothing can refuse this call any more: what is still to come need not make a stop on its way
+                answer.landing.move(buffer)
 
         def run() -> None:
-            for state, target, landing, last in copied:
+            for state, buffer, landing, last in copied:
                 start_ns = timeline.now() if timeline.on else 0
-                landing.copy_to(target.buffer, last=last)
+                landing.copy_to(buffer, last=last)
                 if start_ns:
-                    timeline.span("copy", start_ns, state.key, nbytes=target.buffer.nbytes, clock=call.clock)
+                    timeline.span("copy", start_ns, state.key, nbytes=buffer.nbytes, clock=call.clock)
 
+        if not (call.done or call.async_op):  # whose caller may wait for the push itself, which nothing comes between
+            if not here:
+                return push
+            run()
+            return nothing()
+        inline = here or all(buffer.nbytes <= INLINE_BYTES for _, buffer, _, _ in copied)
         return self._engine.push(
-            run, reads=[*call.done, *(state.sent for state in states)], writes=[state.value for state in states],
-            lane="inline" if here else "cpu", name=label_of(call.op, states),
+            run, reads=[*call.done, *[state.sent for state in states]], writes=[state.value for state in states],
+            lane="inline" if inline else "cpu", name=label_of(call.op, states),
         )  # fmt: skip
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:

@@ -20,7 +20,7 @@ from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVError, KVTimeoutError
 from kvmpi.store import commanding, core, replicated
 from kvmpi.store.base import KVStore
-from kvmpi.store.call import JoinedWork
+from kvmpi.store.call import JoinedWork, KeyState
 from kvmpi.store.replicated import ReplicatedStore
 
 RunRanks = Callable[..., list[Any]]
@@ -257,3 +257,37 @@ def test_what_compression_cannot_carry_keeps_only_its_own_key_back(op: str) -> N
                         kv.pull(key, out)
                 kv.pull(key, out)
                 assert (out == (-0.5 if fails and key != bad else 0.5)).all(), f"{op}, {key}: {out}"
+
+
+@pytest.mark.parametrize("when", ["while it waits", "just before"])
+def test_a_pull_raises_what_the_push_that_brings_its_value_fails_with(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kvmpi.create("dist_sync", timeout_s=TIMEOUT_S) as kv:
+        value, out = np.ones(5, "f4"), np.zeros(5, "f4")
+        kv.init("w", value)
+        kv.push("w", value)
+        kv.pull("w", out)
+        pushed, error = Work("a push"), KVError("lost on its way")
+        with monkeypatch.context() as patch:
+            for name in ("push_ahead", "exchange_together"):
+                patch.setattr(kv._ps, name, lambda *_: pushed)  # type: ignore[attr-defined]
+            kv.push("w", value)
+        look = kv._work_ahead  # type: ignore[attr-defined]
+
+        def and_fail(state: KeyState) -> Work | None:
+            found = look(state)
+            if when == "just before":
+                pushed.finish(error)
+            else:
+                threading.Timer(0.05, pushed.finish, [error]).start()
+            return found
+
+        monkeypatch.setattr(kv, "_work_ahead", and_fail)
+        with pytest.raises(KVError, match="lost on its way"):
+            kv.pull("w", out)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(out, value)
+        kv.push("w", 2 * value)
+        kv.pull("w", out)
+        np.testing.assert_array_equal(out, 2 * value)
