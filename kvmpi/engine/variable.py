@@ -38,6 +38,11 @@ class Variable:
     def __repr__(self) -> str:
         return f"<Variable {self.name!r} version {self.version}>"
 
+    @property
+    def in_use(self) -> bool:
+        """Whether an operation has it, or waits for it; may be asked without the engine's lock."""
+        return self._active != 0
+
     # -- the FIFO ------------------------------------------------------------------------------------------------
 
     def request_read(self, op: Operation) -> bool:

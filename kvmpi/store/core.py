@@ -441,14 +441,15 @@ class StoreCore:
         if not works and call.done:  # no keys here; others may have some
             check = self._engine.push(lambda _: call.check(), call.done, lane="inline", name=call.op, no_skip=True)
             works = [check]
-        work = self._join(works, call.op)
         try:
-            if call.async_op:
-                work.on_waited = self._recorder.blocked
-                return work
             start_ns = timeline.now() if timeline.on else 0
-            self._help(work)
-            work.wait()
+            if works or call.async_op:
+                work = works[0] if len(works) == 1 else JoinedWork(works, call.op)
+                if call.async_op:
+                    work.on_waited = self._recorder.blocked
+                    return work
+                self._help(work)
+                work.wait()
             if start_ns:
                 timeline.span("wait", start_ns, call.about, clock=call.clock)
             return None
@@ -479,10 +480,6 @@ class StoreCore:
 
     def _help(self, work: Work) -> None:
         """Do in the caller's thread what ``work`` waits for, as far as that is quicker."""
-
-    def _join(self, works: Sequence[Work], op: str) -> Work:
-        """One Work for several: finished when all are, with the first one's error."""
-        return works[0] if len(works) == 1 else JoinedWork(works, op)
 
     #: Why the store is closed, if that is an error of the program.
     _failure: BaseException | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -101,6 +102,10 @@ class Exchanging(KnownExchanges):
 
     def _push_parts(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> list[Work]:
         """Push some keys; small ones together, of which the call waits for nothing but their sums."""
+        if self._copies_at_once(batch, call):
+            ahead = [(part, self._read_ahead(part.state, call)) for part, _ in batch]
+            alike = itertools.groupby(ahead, lambda each: each[1] is not None) if len(ahead) > 1 else [(0, ahead)]
+            return [work for _, some in alike for work in self._push_copies(list(some), call)]
         if len(batch) == 1:
             return [self._push_part(*batch[0], call)]
         own = itertools.groupby((part for part, summed in batch if summed is None), _is_summed_with)
@@ -118,6 +123,45 @@ class Exchanging(KnownExchanges):
                 if answer is not None:
                     answer.work = work
         return local
+
+    def _copies_at_once(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> bool:
+        """Whether the arrays that a call pushes are copied in the operation that sends them: they are of the host and
+        small, and no operation that is under way holds the call's copy up."""
+        if call.async_op or timeline.on:
+            return False
+        nbytes = 0
+        for part, summed in batch:
+            state, vectors = part.state, part.vectors
+            if summed is not None or len(vectors) != 1 or not vectors[0].on_host:
+                return False
+            if state.sent.in_use or state.value.in_use:
+                return False
+            nbytes += state.nbytes
+        return nbytes < _LEND_FROM_BYTES
+
+    def _push_copies(self, ahead: Sequence[tuple[Part, Answer | None]], call: Invocation) -> list[Work]:
+        """Copy what is pushed, and send the copies, which all bring values or none; what the call has to wait for."""
+        states = [part.state for part, _ in ahead]
+        turns, copied = self._turns_of(states, call), False
+
+        def ask(ps: PsClient) -> Work:
+            nonlocal copied
+            exchanges, nbytes, start_s = [], 0, time.perf_counter()
+            for (part, answer), turn in zip(ahead, turns, strict=True):
+                buffer = part.state.host_buffer()
+                np.copyto(buffer, part.vectors[0].buffer)
+                turn.kept, nbytes = True, nbytes + buffer.nbytes
+                out = None if answer is None else answer.landing
+                exchanges.append(Exchange(part.state.key, buffer, out, turn))
+            copied = True
+            self._recorder.add_brief("reduce", start_s, time.perf_counter(), nbytes)
+            return ps.exchange_together(exchanges, call.deadline, call.priority)
+
+        work = self._ask_op(states, ask, call, writes=[state.sent for state in states], turns=turns)
+        for _, answer in ahead:
+            if answer is not None:
+                answer.work = work
+        return [] if copied else [work]
 
     def _push_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
         state, vectors = part.state, part.vectors

@@ -478,7 +478,7 @@ def test_memory_of_a_failed_push_is_not_written_again(monkeypatch):
             return work
 
         with monkeypatch.context() as broken:
-            broken.setattr(kv._ps, "push", fail)
+            broken.setattr(kv._ps, "exchange_together", fail)
             kv.push("w", np.full(20_000, 2, "f4"))
             with pytest.raises(errors.KVTimeoutError):
                 kv.wait_all()

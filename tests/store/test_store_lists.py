@@ -140,3 +140,24 @@ def test_what_a_rule_refuses_of_one_key_is_told_once_and_no_other_is_lost(
             steps = {*range(last + 1)} - ({2} if of == bad else set())
             expected = np.sum([numbers(*of, step).astype("f8") for step in steps], axis=0)
             np.testing.assert_array_equal(out, expected, err_msg=f"key {of[0]}, step {last}")
+
+
+@pytest.mark.parametrize("pulled", ["a", "b"])
+def test_of_small_keys_that_are_pushed_together_some_were_pulled_before(pulled: str) -> None:
+    """Their pushes bring values, those of the others do not; arrays are the caller's again after each."""
+    keys = ["a", "b"]
+    with kvmpi.create("dist_sync", timeout_s=20) as kv:
+        kv.init(keys, [np.zeros(5, "f4") for _ in keys])
+        values, outs = [np.empty(5, "f4") for _ in keys], [np.empty(5, "f4") for _ in keys]
+        for step in range(1, 5):
+            for i, value in enumerate(values):
+                value.fill(10 * i + step)
+            kv.push(keys, values)
+            for value in values:
+                value.fill(-1)
+            kv.pull(pulled, outs[keys.index(pulled)])
+            np.testing.assert_array_equal(outs[keys.index(pulled)], 10 * keys.index(pulled) + step)
+            kv.wait_all()  # else what is pushed next waits for the push before
+        kv.pull(keys, outs)
+        np.testing.assert_array_equal(outs, np.full((2, 5), [[4], [14]]))
+        assert kv.stats()["phases"]["push"]["calls"] == 4 * 2
