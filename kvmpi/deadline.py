@@ -18,7 +18,8 @@ def seconds_of(timeout_s: Any) -> float:
     Raises:
         ConfigError: it is no number of seconds.
     """
-    if not isinstance(timeout_s, numbers.Real) or timeout_s != timeout_s:  # the latter is not-a-number
+    # Abstract classes take long to answer, and most are floats. Not-a-number is not itself.
+    if (type(timeout_s) is not float and not isinstance(timeout_s, numbers.Real)) or timeout_s != timeout_s:
         raise ConfigError(f"timeout_s={timeout_s!r}: expected seconds, or None to wait for ever")
     return float(timeout_s)
 
