@@ -165,8 +165,9 @@ class Work:
         with self._lock:
             if not self._done:
                 if self._callbacks is None:
-                    self._callbacks = []
-                self._callbacks.append(fn)
+                    self._callbacks = [fn]
+                else:
+                    self._callbacks.append(fn)
                 return
         self._call_back([fn])
 

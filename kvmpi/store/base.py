@@ -214,13 +214,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("push", priority, async_op)
         call.reduced = reduced
-        with self._lanes_of(call, key):
-            with self._beginning, self._gathering_of(key):
-                parts = self._enter_keys(call, key, value)
-                works = self._start_push(parts, call)
-            if reduced:
-                self._await_copies(parts, call)
-            return self._complete(works, call)
+        return self._make(call, key, value, None, self._start_push)
 
     def pull(self, key: Any, out: Any, priority: int = 0, async_op: bool = False) -> Work | None:
         """Copy the stored values into ``out``; every array listed under a key gets the same value.
@@ -229,11 +223,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
             KeyNotInitializedError, ShapeMismatchError, DTypeMismatchError, KeyKindError: ``out`` is unchanged.
         """
         call = self._call("pull", priority, async_op)
-        with self._lanes_of(call, key):
-            with self._beginning, self._gathering_of(key):
-                parts = self._enter_keys(call, key, None, out)
-                works = self._start_pull(parts, call)
-            return self._complete(works, call)
+        return self._make(call, key, None, out, self._start_pull)
 
     def pushpull(
         self, key: Any, value: Any, out: Any = None, priority: int = 0, async_op: bool = False, *, reduced: bool = False
@@ -250,23 +240,25 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("pushpull", priority, async_op)
         call.reduced = reduced
-        if out is not None and out is not value:
+        if out is None:
+            out = value
+        elif out is not value:
             out = self._behind_views(key, out)
-        return self._push_and_pull(call, key, value, out, self._start_pushpull)
+        return self._make(call, key, value, out, self._start_pushpull)
 
-    def _push_and_pull(
+    def _make(
         self, call: Invocation, key: Any, value: Any, out: Any, start: Callable[[list[Part], Invocation], list[Work]]
     ) -> Work | None:
-        """Push and pull in one call, which ``start`` begins unless it is known."""
+        """Make a call on keys, which ``start`` begins unless it is known; ``out`` is ``value`` to be replaced."""
+        parts: list[Part] = []
         with self._lanes_of(call, key):
             with self._beginning, self._gathering_of(key):
-                again = self._again(call, key, value, None if out is value else out)
-                if again is None:
-                    parts = self._enter_keys(call, key, value, value if out is None else out)
+                works = self._again(call, key, value, out)
+                if works is None:
+                    parts = self._enter_keys(call, key, value, out)
                     works = start(parts, call)
-                    self._note_made(call, parts)
-            if again is not None:
-                return self._complete([again], call)
+                    if call.op not in ("push", "pull"):  # of which it is noted before they begin
+                        self._note_made(call, parts)
             if call.reduced:
                 self._await_copies(parts, call)
             return self._complete(works, call)
@@ -290,7 +282,7 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """
         call = self._call("allreduce", priority, async_op)
         call.scale = scale
-        return self._push_and_pull(call, key, value, out, self._start_allreduce)
+        return self._make(call, key, value, value if out is None else out, self._start_allreduce)
 
     def view(self, key: Any) -> Any:
         """The stored value itself: what ``pull`` would copy, for stores that hold values in the workers.

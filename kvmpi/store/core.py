@@ -59,6 +59,7 @@ from kvmpi.trace.activity import Observation
 Buffer = npt.NDArray[Any]
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
 #: Up to here a copy in the thread at hand costs less than a hand-over to another.
 INLINE_BYTES = 8 << 20
 #: Part of its time that an operation which has failed may take to find out who is missing.
@@ -98,7 +99,7 @@ class StoreCore:
         self._joined = False
 
     #: Around operations that are begun, or become ready, together: what they ask for leaves together.
-    _gathering: AbstractContextManager[object] = nullcontext()
+    _gathering: AbstractContextManager[object] = _NOTHING
 
     def _begin_engine(self) -> None:
         """Make an engine, and variables of it for all that there is."""
@@ -414,16 +415,16 @@ class StoreCore:
         servers answer about several keys another thread passes on, while this one reads the next. A timeline shows what
         there is to do on the rows of the lanes.
         """
-        if call.async_op or self.mpi_size == 1 or timeline.on:
-            return nullcontext()
+        if call.async_op or self._mpi_size == 1 or timeline.on:
+            return _NOTHING
         return self._engine.borrow("reduce") if _are_several(key) else self._engine.borrow("reduce", "broadcast")
 
     def _gathering_of(self, key: Any) -> AbstractContextManager[object]:
-        """Around the beginning of a call on keys."""
-        return self._gathering if _are_several(key) else nullcontext()
+        """Around the beginning of a call on keys; of one, there is nothing to gather."""
+        return self._gathering if _are_several(key) else _NOTHING
 
-    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
-        """Make a call as it was made before, if it is known; ``out`` is None if results replace ``value``."""
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Work] | None:
+        """Make a call as it was made before, if it is known; what it waits for. ``out`` may be ``value`` itself."""
         return None
 
     def _behind_views(self, key: Any, out: Any) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -50,7 +51,7 @@ class Exchanging(KnownExchanges):
 
     def _start_push(self, parts: list[Part], call: Invocation) -> list[Work]:
         sums = self._sum_ops(parts, call)
-        call.turns = {} if self._ps is None else self._ps.next_pushes([part.state.key for part in parts])
+        self._take_places([part.state.key for part in parts], call)
         works = [work for batch in self._pushed_together(sums, call) for work in self._push_parts(batch, call)]
         return works + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
@@ -296,14 +297,29 @@ class Exchanging(KnownExchanges):
         )  # fmt: skip
 
     def _start_pushpull(self, parts: list[Part], call: Invocation) -> list[Work]:
-        self._begin_pushpull([part.state.key for part in parts], call)
+        self._take_places([part.state.key for part in parts], call)
         sums = self._sum_ops(parts, call)
         coming = [each for batch in self._pushed_together(sums, call) for each in self._pushpull_parts(batch, call)]
         return self._spread_ops(coming, call) + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
-    def _begin_pushpull(self, keys: Sequence[Key], call: Invocation) -> None:
-        self._answers |= dict.fromkeys(keys)  # their buffers are about to be overwritten
+    def _take_places(self, keys: Sequence[Key], call: Invocation) -> None:
         call.turns = {} if self._ps is None else self._ps.next_pushes(keys)
+
+    def _exchange_again(
+        self, states: Sequence[KeyState], sources: Sequence[Buffer], targets: Sequence[Buffer], call: Invocation
+    ) -> Work:
+        for state in states:
+            self._answers[state.key] = None  # asked for now
+        return self._exchange_op(states, sources, targets, call)
+
+    def _push_again(self, state: KeyState, source: Buffer, call: Invocation) -> list[Work]:
+        part = Part(state, [Vector(source, state.dtype, "cpu", shared=True)])
+        return self._push_parts([(part, None)], call)
+
+    def _pull_again(self, state: KeyState, target: Buffer, call: Invocation) -> Work:
+        self._pulled.add(state.key)
+        self._work_ahead(state)
+        return self._pull_op([state], [target], call)
 
     def _pushpull_parts(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> list[Coming]:
         states, targets, sources = [], [], []
@@ -311,17 +327,13 @@ class Exchanging(KnownExchanges):
             source = self._lent(part.vectors, call, until_done=True)
             if source is None and summed is None:
                 self._sum_op([part], call)
+            self._answers[part.state.key] = None  # asked for now, and the key's own buffer may be overwritten
             states.append(part.state)
             targets.append(Target(part, call))
             sources.append(source)
-        work = self._pushpull_op(states, sources, [target.buffer for target in targets], call)
+        own = [state.sent for state, source in zip(states, sources, strict=True) if source is None]
+        work = self._exchange_op(states, sources, [target.buffer for target in targets], call, reads=own)
         return [Coming(state, target, work) for state, target in zip(states, targets, strict=True)]
-
-    def _pushpull_op(
-        self, states: Sequence[KeyState], sources: Sequence[Buffer | None], outs: Sequence[Buffer], call: Invocation
-    ) -> Work:
-        reads = [state.sent for state, source in zip(states, sources, strict=True) if source is None]
-        return self._exchange_op(states, sources, outs, call, reads=reads)
 
     def _exchange_op(
         self, states: Sequence[KeyState], sources: Sequence[Buffer | None], outs: Sequence[Buffer | Landing | None],
@@ -389,26 +401,19 @@ class Exchanging(KnownExchanges):
         if ps is None:
             return nothing()
 
-        def abandon(asked: Work) -> None:
-            if asked.error() is not None:
-                for state in states:
-                    state.buffer = None  # a server may be reading it still
-
-        def give_up(_: Work) -> None:
-            for state, turn in zip(states, turns, strict=True):
-                ps.give_up(state.key, turn)
-
-        def run() -> Work:
-            asked = ask(ps)
-            if reads or writes:
-                asked.add_done_callback(abandon)
-            return asked
-
+        run = partial(ask, ps)
+        if reads or writes:
+            run = partial(_ask_with_buffers, run, states)
+        written = [state.value for state in states]
         work = self._engine.push(
-            run, reads=[*call.done, *reads], writes=[*[state.value for state in states], *writes], lane="inline",
-            priority=call.priority, name=label_of(call.op, states),
-        )  # fmt: skip
+            run, [*call.done, *reads], [*written, *writes], "inline", call.priority, label_of(call.op, states)
+        )
         if turns and not turns[-1].begun:  # else all are
+
+            def give_up(_: Work) -> None:
+                for state, turn in zip(states, turns, strict=True):
+                    ps.give_up(state.key, turn)
+
             work.add_done_callback(give_up)
         return work
 
@@ -446,6 +451,19 @@ class Exchanging(KnownExchanges):
                 each.target.spread()
 
         return self._tell_op(label, [state.value for state in states], call, then=spread)
+
+
+def _ask_with_buffers(ask: Callable[[], Work], states: Sequence[KeyState]) -> Work:
+    """``ask`` for what is sent from the keys' own buffers; one that a server may be reading still is not used again."""
+
+    def abandon(asked: Work) -> None:
+        if asked.error() is not None:
+            for state in states:
+                state.buffer = None
+
+    asked = ask()
+    asked.add_done_callback(abandon)
+    return asked
 
 
 def _batches(items: Sequence[tuple[Part, T]], call: Invocation) -> list[list[tuple[Part, T]]]:

@@ -1,9 +1,10 @@
-"""Lists of keys that are exchanged with servers again, from arrays that lie where they lay: none is looked at twice.
+"""Keys that are exchanged with servers again, from arrays that were right before: no call is looked at twice.
 
 The pushes and answers of a step travel in a few messages, however many keys there are, and then most of the time goes
-into looking at each key and each array. So the third call with the same keys and the same memory only looks whether it
-is that call. A client of one worker, which need not agree on it with anybody, then begins a ``pushpull`` at once. The
-workers of a larger one take the same steps whether they know a call or not: it may be new to another of them.
+into looking at each key and each array. So the third call with the same list of keys and the same memory only looks
+whether it is that call; on one key the second does, wherever its arrays lie. A client of one worker, which need not
+agree on it with anybody, then begins at once. The workers of a larger one take the same steps whether they know a call
+or not: it may be new to another of them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from kvmpi.collectives import Comm
 from kvmpi.compiling import methods_not_compiled
 from kvmpi.config import Config
 from kvmpi.engine import Work
+from kvmpi.store import checked
 from kvmpi.store.answers import together
-from kvmpi.store.call import Invocation, JoinedWork, KeyState, Part
+from kvmpi.store.call import Invocation, KeyState, Part
 from kvmpi.store.commanding import Commanding
 from kvmpi.store.core import Buffer
 from kvmpi.store.grammar import Key
@@ -44,51 +46,66 @@ class _KnownExchange(NamedTuple):
 
 @methods_not_compiled
 class KnownExchanges(Commanding):
-    """The part of a store on servers that makes calls on lists of keys as they were made before."""
+    """The part of a store on servers that makes calls on keys as they were made before."""
 
     def __init__(self, type_name: str, config: Config, comm: Comm | None = None) -> None:
         super().__init__(type_name, config, comm)
         self._known: Repeats[_KnownExchange] = Repeats()
 
     @abstractmethod
-    def _begin_pushpull(self, keys: Sequence[Key], call: Invocation) -> None:
-        """These keys take their places among all that the client pushes."""
+    def _exchange_again(
+        self, states: Sequence[KeyState], sources: Sequence[Buffer], targets: Sequence[Buffer], call: Invocation
+    ) -> Work:
+        """Send ``sources``, and fill ``targets``. All keys of the call have taken their places."""
 
     @abstractmethod
-    def _pushpull_op(
-        self, states: Sequence[KeyState], sources: Sequence[Buffer | None], outs: Sequence[Buffer], call: Invocation
-    ) -> Work:
-        """Push to the engine: send ``sources`` and fill ``outs``."""
+    def _push_again(self, state: KeyState, source: Buffer, call: Invocation) -> list[Work]:
+        """Push a key that has taken its place; what the call waits for."""
+
+    @abstractmethod
+    def _pull_again(self, state: KeyState, target: Buffer, call: Invocation) -> Work:
+        """Fill ``target``."""
+
+    @abstractmethod
+    def _take_places(self, keys: Sequence[Key], call: Invocation) -> None:
+        """These keys take their places among all that the client pushes."""
 
     @property
     @abstractmethod
     def _is_told_too_much(self) -> bool:
         """Whether the program goes on at a step that pushes cannot be made at."""
 
+    def _may_be_known(self, call: Invocation) -> bool:
+        """Whether nothing but its keys and arrays makes the call another than before."""
+        able = not (self._closed or self._joined or self._is_told_too_much)
+        return able and not (call.reduced or timeline.on) and type(call.priority) is int
+
     def _find_known(self, call: Invocation, key: Any, value: Any, out: Any) -> _KnownExchange | None:
         """What is known of a call on several keys, if it can be made as before."""
         several = isinstance(key, list | tuple) and len(key) > 1
-        usual = several and not (call.async_op or call.reduced or timeline.on)
-        able = not (self._closed or self._joined or self._is_told_too_much or self.keeps_errors)
-        if not (usual and able and type(call.priority) is int):
+        if not several or call.async_op or self.keeps_errors or not self._may_be_known(call):
             return None
+        out = None if out is value else out
         signature = call.signature = self._known.signature(call.op, 1.0, key, value, out)
         known = None if signature is None else self._known.find(signature)
-        has = self._engine.has_pending
-        if known is None or any(has(state.value) or has(state.sent) for state in known.states):
+        if known is None or any(map(self._has_pending, known.states)):
             return None
         return known
 
+    def _has_pending(self, state: KeyState) -> bool:
+        """Whether an earlier call on the key has left an error that nobody has seen yet."""
+        sent, value, has = state.sent, state.value, self._engine.has_pending
+        return (sent.poisoned or value.poisoned) and (has(sent) or has(value))
+
     def _known_parts(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Part] | None:
-        in_place = out is value
-        at_once = call.op == "pushpull" and self.mpi_size == 1  # and was not known; see below
-        if at_once or (known := self._find_known(call, key, value, None if in_place else out)) is None:
+        at_once = call.op == "pushpull" and self._mpi_size == 1  # and was not known; see below
+        if at_once or (known := self._find_known(call, key, value, out)) is None:
             return None
         call.signature = None  # there is nothing to note
         parts = []
         for batch in known.batches:
             for state, place in zip(*batch, strict=True):
-                part = Part(state, [], in_place=in_place)
+                part = Part(state, [], in_place=out is value)
                 if value is not None:
                     state.pushes += 1
                     state.by_rows = False
@@ -101,20 +118,45 @@ class KnownExchanges(Commanding):
             arrays.note_writes(out)
         return parts
 
-    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
-        if self.mpi_size > 1 or call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Work] | None:
+        if self._mpi_size > 1:
+            return None
+        if type(key) is str or type(key) is int:
+            return self._again_one(call, key, value, out)
+        if call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
             return None
         sources = [*map(arrays.flat, value)]
-        outs = sources if out is None else [*map(arrays.flat, out)]
-        arrays.note_writes(value if out is None else out)
+        targets = sources if out is value else [*map(arrays.flat, out)]
+        arrays.note_writes(out)
         for state in known.states:
             state.pushes += 1
-        self._begin_pushpull(known.keys, call)
+            state.by_rows = False
+        self._take_places(known.keys, call)
         works = []
         for states, places in known.batches:
             pick = operator.itemgetter(*places) if len(places) > 1 else lambda found, at=places[0]: (found[at],)
-            works.append(self._pushpull_op(states, pick(sources), pick(outs), call))
-        return works[0] if len(works) == 1 else JoinedWork(works, call.op)
+            works.append(self._exchange_again(states, pick(sources), pick(targets), call))
+        return works
+
+    def _again_one(self, call: Invocation, key: Key, value: Any, out: Any) -> list[Work] | None:
+        """``_again`` on one key: what was right before is so wherever plain arrays lie, see ``checked``."""
+        state = self._keys.get(key)
+        if state is None or not self._may_be_known(call) or self._has_pending(state):
+            return None
+        found = checked.find(state, call, value, out, self._rule)
+        if found is None:
+            return None
+        source, target = found
+        if source is not None:
+            state.pushes += 1
+            state.by_rows = False
+            self._take_places([key], call)
+        if target is None:
+            assert source is not None
+            return self._push_again(state, source, call)
+        if source is None:
+            return [self._pull_again(state, target, call)]
+        return [self._exchange_again([state], [source], [target], call)]
 
     def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
         signature = call.signature

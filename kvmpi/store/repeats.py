@@ -227,11 +227,12 @@ class Repeating(Operations):
     def _value_memory(self) -> list[Buffer]:
         """The values of all keys that have one by now."""
 
-    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> Work | None:
+    def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Work] | None:
         usual = self.mpi_size > 1 and not call.reduced and not timeline.on and type(call.priority) is int
-        able = not (self._closed or self._joined) and (call.op == "allreduce" or self._assigns)
-        if not (usual and able):
+        able = not (self._closed or self._joined)
+        if not (usual and able and (call.op == "allreduce" or (call.op == "pushpull" and self._assigns))):
             return None
+        out = None if out is value else out
         signature = call.signature = self._repeats.signature(call.op, call.scale, key, value, out)
         repeat = None if signature is None else self._repeats.find(signature) or self._elsewhere(signature)
         if repeat is None or self._has_pending(repeat.states):
@@ -243,7 +244,7 @@ class Repeating(Operations):
         arrays.note_writes(written)
         for state in repeat.states:
             state.pushes += 1
-        return self._repeat_op(repeat, call, [*written, *read])
+        return [self._repeat_op(repeat, call, [*written, *read])]
 
     def _elsewhere(self, signature: Signature) -> Repeat | None:
         """The call as one like it was made on other arrays."""

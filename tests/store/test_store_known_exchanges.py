@@ -10,7 +10,7 @@ import pytest
 
 import kvmpi
 from kvmpi import arrays, optim
-from kvmpi.errors import KVError, ShapeMismatchError
+from kvmpi.errors import ConfigError, KVError, ShapeMismatchError
 from kvmpi.store import core
 from kvmpi.store.dist import DistStore
 
@@ -219,3 +219,63 @@ def test_a_push_that_is_known_is_one_of_whole_arrays(kv: Any) -> None:
     expected = numbers(4)
     expected[2] += 1
     np.testing.assert_array_equal(given[1], expected)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "async"])
+@pytest.mark.parametrize("make", [np.array, make_torch], ids=["numpy", "torch"])
+def test_one_key_is_looked_at_once_wherever_its_arrays_lie(
+    kv: Any, looks: list[str], make: Make, *, waits: bool
+) -> None:
+    def finish(work: Any) -> None:
+        assert (work is None) == waits
+        if work is not None:
+            work.wait()
+
+    kept, expected = [], {key: numbers(key).astype("f8") for key in SHAPES}
+    arrays.read(make(np.zeros(1, "f4")))  # else the first tensor of a process is looked at once more
+    for step in range(1, 6):
+        for key in SHAPES:
+            value, out = make(numbers(key, step)), make(np.full(SHAPES[key], np.nan, "f4"))
+            finish(kv.pushpull(key, value, out, async_op=not waits))
+            expected[key] += numbers(key, step)
+            np.testing.assert_array_equal(np.asarray(out), expected[key], err_msg=f"key {key}, step {step}")
+            finish(kv.push(key, value, async_op=not waits))
+            value[...] = -1  # it is the caller's again
+            expected[key] += numbers(key, step)
+            finish(kv.pull(key, out, async_op=not waits))
+            np.testing.assert_array_equal(np.asarray(out), expected[key], err_msg=f"key {key}, step {step}")
+            kept += [value, out]
+    assert looks == ["pushpull", "push", "pull"] * len(SHAPES)
+    assert kv.stats()["phases"]["push"]["calls"] == 10 * len(SHAPES)
+
+
+@pytest.mark.parametrize("op", ["push", "pull", "pushpull"])
+def test_one_key_that_is_known_still_has_its_errors(kv: Any, looks: list[str], op: str) -> None:
+    given = np.zeros(SHAPES[4], "f4")
+    call = getattr(kv, op)
+    for _ in range(2):
+        call(4, given)
+        given[...] = 0
+
+    def fail() -> None:
+        raise KVError("left by an earlier call")
+
+    for variable in (kv._keys[4].value, kv._keys[4].sent):
+        kv.wait_all()  # else what fails has its turn after a push that nobody waits for
+        kv._engine.push(fail, writes=[variable], lane="inline", name="a failure")
+        with pytest.raises(KVError, match="left by an earlier call"):
+            call(4, given)
+        call(4, given)
+    with pytest.raises(ShapeMismatchError, match=f"{op} of key 4"):
+        call(4, given[1:])
+    with pytest.raises(ConfigError, match="priority"):
+        call(4, given, priority="high")
+    assert len(looks) == 1 + 2 + 2
+    kv.push(4, (np.array([2]), np.ones(1, "f4")))
+    assert kv._keys[4].by_rows
+    call(4, given)
+    assert kv._keys[4].by_rows == (op == "pull")
+    assert len(looks) == 1 + 2 + 2 + 1
+    kv.close()
+    with pytest.raises(KVError, match="closed"):
+        call(4, given)
