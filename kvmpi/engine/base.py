@@ -190,9 +190,11 @@ class Engine(ABC):
         for var in written + read:
             if getattr(var, "_engine", None) is not self:
                 raise ConfigError(f"push of {name!r}: {var!r} is not a variable of this engine")
-        if read or len(written) > 1:
-            taken = dict.fromkeys(written)
-            read, written = tuple(var for var in dict.fromkeys(read) if var not in taken), tuple(taken)
+        if len(written) > 1:
+            written = tuple(dict.fromkeys(written))
+        if read:
+            taken = set(written)
+            read = tuple([var for var in dict.fromkeys(read) if var not in taken])
         return Operation(fn, read, written, target, priority, name, no_skip, self._lock, self._run_borrowed)
 
     def _check_open(self, what: str) -> None:

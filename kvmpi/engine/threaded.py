@@ -90,10 +90,7 @@ class ThreadedEngine(Engine):
         op = self._operation(fn, reads, writes, lane, priority, name, no_skip)
         failure: Failure | None = None
         try:
-            wake, ready = self._register(op)
-            for call in wake:
-                call()
-            if ready and op.lane.queue is None:
+            if self._register(op) and op.lane.queue is None:
                 failure = self._run_inline(op)
         except BaseException as error:
             # Else a signal's handler has raised it: an operation may be half registered, or half over.
@@ -113,8 +110,8 @@ class ThreadedEngine(Engine):
             tell = self._stop(error)
         tell()
 
-    def _register(self, op: Operation) -> tuple[list[Callable[[], object]], bool]:
-        """Let ``op`` take its places; returns what gets threads going, and whether it waits for nothing."""
+    def _register(self, op: Operation) -> bool:
+        """Let ``op`` take its places; whether it waits for none of its variables."""
         wake: list[Callable[[], object]] = []
         with self._lock:
             if self._closed:
@@ -139,7 +136,9 @@ class ThreadedEngine(Engine):
                 queue.admit(op)
                 if ready and queue.enqueue(op):
                     self._summon(queue, wake)
-        return wake, ready
+        for call in wake:
+            call()
+        return ready
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         self._refuse_own_threads("wait_all")
