@@ -18,8 +18,9 @@ def seconds_of(timeout_s: Any) -> float:
     Raises:
         ConfigError: it is no number of seconds.
     """
-    # Abstract classes take long to answer, and most are floats. Not-a-number is not itself.
-    if (type(timeout_s) is not float and not isinstance(timeout_s, numbers.Real)) or timeout_s != timeout_s:
+    if type(timeout_s) is float and timeout_s == timeout_s:  # as most are; an abstract class takes long to answer
+        return timeout_s
+    if not isinstance(timeout_s, numbers.Real) or timeout_s != timeout_s:  # the latter is not-a-number
         raise ConfigError(f"timeout_s={timeout_s!r}: expected seconds, or None to wait for ever")
     return float(timeout_s)
 
