@@ -27,7 +27,7 @@ class Answer(msgspec.Struct):
     """The value of the round of a push, on its way; ``work`` is done when all of it has landed."""
 
     landing: Landing
-    work: Work = msgspec.field(default_factory=Work)
+    work: Work
 
 
 class Target:

@@ -252,11 +252,12 @@ class KVStore(Joining, RowSparse, Saving, ABC):
         """Make a call on keys, which ``start`` begins unless it is known; ``out`` is ``value`` to be replaced."""
         parts: list[Part] = []
         with self._lanes_of(call, key):
-            with self._beginning, self._gathering_of(key):
+            with self._beginning:
                 works = self._again(call, key, value, out)
                 if works is None:
-                    parts = self._enter_keys(call, key, value, out)
-                    works = start(parts, call)
+                    with self._gathering_of(key):
+                        parts = self._enter_keys(call, key, value, out)
+                        works = start(parts, call)
                     if call.op not in ("push", "pull"):  # of which it is noted before they begin
                         self._note_made(call, parts)
             if call.reduced:

@@ -27,16 +27,19 @@ def find(
 
     None stands for what is not pushed or pulled. ``out`` is ``value`` where results replace it.
     """
-    op, source, target = call.op, None, None
+    op, shape, dtype, source = call.op, state.shape, state.dtype, None
     if state.checked.get(op, state) is not rule or call.scale != 1.0:
         return None
-    if op != "pull" and (source := arrays.plain(value, state.shape, state.dtype)) is None:
-        return None
-    if op == "push":
-        return source, None
-    target = source if out is value else arrays.plain(out, state.shape, state.dtype)
-    if target is None or (source is not None and target is not source and not _apart(source, target)):
-        return None
+    if op != "pull":
+        if (source := arrays.plain(value, shape, dtype)) is None:
+            return None
+        if op == "push":
+            return source, None
+    target = source
+    if out is not value:
+        target = arrays.plain(out, shape, dtype)
+        if target is None or (source is not None and np.may_share_memory(source, target) and not _same(source, target)):
+            return None
     arrays.note_writes([out])
     return source, target
 
@@ -56,6 +59,6 @@ def note(part: Part, call: Invocation, value: Any, out: Any, rule: optim.Rule | 
         state.checked[call.op] = rule
 
 
-def _apart(source: Buffer, target: Buffer) -> bool:
-    """Whether what is pulled may be written before all that is pushed is read: it lies elsewhere, or exactly there."""
-    return not np.may_share_memory(source, target) or arrays.address_of(source) == arrays.address_of(target)
+def _same(source: Buffer, target: Buffer) -> bool:
+    """Whether what is pulled goes exactly to where what is pushed lies, where it may be written before all is read."""
+    return arrays.address_of(source) == arrays.address_of(target)

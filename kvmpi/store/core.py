@@ -231,7 +231,7 @@ class StoreCore:
 
     def _call(self, op: str, priority: int = 0, async_op: bool = False, more_s: float = 0.0) -> Invocation:
         """A public call begins: from here its time runs, ``more_s`` longer than that of most."""
-        if self._forked:
+        if os.getpid() != self._pid:
             self._check_open()
         if self._engine.broken and self._survives_signals:
             with self._mending:

@@ -58,7 +58,6 @@ class Exchanging(KnownExchanges):
     def _push_rows(self, part: Part, call: Invocation) -> Work:
         """Push, and pull what the part asks for: the rows that the push changes, or the whole value."""
         state = part.state
-        self._answers[state.key] = None
         fused = call.op == "pushpull" and not part.whole
         summed = self._sum_rows_op(part, call)
         arriving: list[ArrivingRows] = []
@@ -104,25 +103,23 @@ class Exchanging(KnownExchanges):
     def _push_parts(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> list[Work]:
         """Push some keys; small ones together, of which the call waits for nothing but their sums."""
         if self._copies_at_once(batch, call):
-            ahead = [(part, self._read_ahead(part.state, call)) for part, _ in batch]
-            alike = itertools.groupby(ahead, lambda each: each[1] is not None) if len(ahead) > 1 else [(0, ahead)]
-            return [work for _, some in alike for work in self._push_copies(list(some), call)]
+            alike = [batch]
+            if len(batch) > 1:
+                alike = [list(some) for _, some in itertools.groupby(batch, lambda each: self._brings(each[0], call))]
+            return [work for some in alike for work in self._push_copies(some, call)]
         if len(batch) == 1:
             return [self._push_part(*batch[0], call)]
         own = itertools.groupby((part for part, summed in batch if summed is None), _is_summed_with)
         local = [self._sum_op(list(some), call) for _, some in own]
         local += dict.fromkeys(summed for _, summed in batch if summed is not None)
-        found = [(part.state, self._read_ahead(part.state, call)) for part, _ in batch]
-        for is_ahead, group in itertools.groupby(found, lambda each: each[1] is not None):
-            some = list(group)
+        for is_ahead, group in itertools.groupby(batch, lambda each: self._brings(each[0], call)):
+            states = [part.state for part, _ in group]
+            landings = [self._landing(state, is_ahead=is_ahead) for state in states]
             work = self._exchange_op(
-                [state for state, _ in some], [None] * len(some),
-                [None if answer is None else answer.landing for _, answer in some], call, kept=True,
-                **{"writes" if is_ahead else "reads": [state.sent for state, _ in some]},
+                states, [None] * len(states), landings, call, kept=True,
+                **{"writes" if is_ahead else "reads": [state.sent for state in states]},
             )  # fmt: skip
-            for _, answer in some:
-                if answer is not None:
-                    answer.work = work
+            self._note_answers(states, landings, work)
         return local
 
     def _copies_at_once(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> bool:
@@ -140,28 +137,26 @@ class Exchanging(KnownExchanges):
             nbytes += state.nbytes
         return nbytes < _LEND_FROM_BYTES
 
-    def _push_copies(self, ahead: Sequence[tuple[Part, Answer | None]], call: Invocation) -> list[Work]:
+    def _push_copies(self, batch: Sequence[tuple[Part, Work | None]], call: Invocation) -> list[Work]:
         """Copy what is pushed, and send the copies, which all bring values or none; what the call has to wait for."""
-        states = [part.state for part, _ in ahead]
+        states, is_ahead = [part.state for part, _ in batch], self._brings(batch[0][0], call)
+        landings = [self._landing(state, is_ahead=is_ahead) for state in states]
         turns, copied = self._turns_of(states, call), False
 
         def ask(ps: PsClient) -> Work:
             nonlocal copied
             exchanges, nbytes, start_s = [], 0, time.perf_counter()
-            for (part, answer), turn in zip(ahead, turns, strict=True):
+            for (part, _), landing, turn in zip(batch, landings, turns, strict=True):
                 buffer = part.state.host_buffer()
                 np.copyto(buffer, part.vectors[0].buffer)
                 turn.kept, nbytes = True, nbytes + buffer.nbytes
-                out = None if answer is None else answer.landing
-                exchanges.append(Exchange(part.state.key, buffer, out, turn))
+                exchanges.append(Exchange(part.state.key, buffer, landing, turn))
             copied = True
             self._recorder.add_brief("reduce", start_s, time.perf_counter(), nbytes)
             return ps.exchange_together(exchanges, call.deadline, call.priority)
 
         work = self._ask_op(states, ask, call, writes=[state.sent for state in states], turns=turns)
-        for _, answer in ahead:
-            if answer is not None:
-                answer.work = work
+        self._note_answers(states, landings, work)
         return [] if copied else [work]
 
     def _push_part(self, part: Part, summed: Work | None, call: Invocation) -> Work:
@@ -170,9 +165,9 @@ class Exchanging(KnownExchanges):
         waits = call.async_op or (vectors[0].nbytes >= _LEND_FROM_BYTES and (not self._in_rounds or self._alone))
         lent = self._lent(vectors, call, until_done=waits)
         local = nothing() if lent is not None else summed or self._sum_op([part], call)
-        answer = self._read_ahead(state, call)
-        if answer is not None:
-            accepted = self._push_ahead(state, lent, answer, call, kept=not waits or lent is None)
+        landing = self._landing(state, is_ahead=self._brings(part, call))
+        if landing is not None:
+            accepted = self._push_ahead(state, lent, landing, call, kept=not waits or lent is None)
             return accepted if waits and lent is not None else local
 
         ends_with_it = self._ps is not None and (call.async_op or (waits and lent is not None))
@@ -189,7 +184,7 @@ class Exchanging(KnownExchanges):
         return work if ends_with_it else local
 
     def _push_ahead(
-        self, state: KeyState, lent: Buffer | None, answer: Answer, call: Invocation, *, kept: bool
+        self, state: KeyState, lent: Buffer | None, landing: Landing, call: Invocation, *, kept: bool
     ) -> Work:
         """Push on the master: send, and let the round's value land; done when the servers have what was lent. Until
         then it is not ``kept`` where the caller waits for that, and may change what it has lent if it fails."""
@@ -206,29 +201,36 @@ class Exchanging(KnownExchanges):
                     accepted.finish()
 
             value, on_accepted = (state.host_buffer(), None) if lent is None else (lent, accept)
-            return ps.push_ahead(state.key, value, answer.landing, call.deadline, call.priority, on_accepted, turn)
+            return ps.push_ahead(state.key, value, landing, call.deadline, call.priority, on_accepted, turn)
 
         def end(work: Work) -> None:
             if not accepted.done():  # nothing was lent, or it was never sent
                 accepted.finish(None if kept else work.error())
 
-        answer.work = self._ask_op([state], ask, call, writes=[state.sent], turns=turns)
-        answer.work.add_done_callback(end)
+        work = self._ask_op([state], ask, call, writes=[state.sent], turns=turns)
+        self._note_answers([state], [landing], work)
+        work.add_done_callback(end)
         return accepted
 
-    def _read_ahead(self, state: KeyState, call: Invocation) -> Answer | None:
-        """Where a push brings its round's value, for the pull that is likely to follow; None if it does not.
+    def _brings(self, part: Part, call: Invocation) -> bool:
+        """Whether a push brings its round's value, for the pull that is likely to follow.
 
         Nothing is guessed but that there will be a pull: a client reads the same value however late it pulls, since the
         next round needs its next push. (A rule that replies with the old value has another answer for a pull.)
         """
-        answer, pulled = None, state.key in self._pulled
+        ahead = part.state.key in self._pulled and self._in_rounds and self._ps is not None and not call.async_op
+        return ahead and (self._rule is None or not self._rule.replies_old)
+
+    def _landing(self, state: KeyState, *, is_ahead: bool) -> Landing | None:
+        """Where a push brings a value, if it does. From here on it has to be pulled again before another does."""
         self._pulled.discard(state.key)
-        replies_old = self._rule is not None and self._rule.replies_old
-        if self._ps is not None and self._in_rounds and pulled and not replies_old and not call.async_op:
-            answer = Answer(Landing(state.host_buffer()))
-        self._answers[state.key] = answer
-        return answer
+        return Landing(state.host_buffer()) if is_ahead else None
+
+    def _note_answers(self, states: Sequence[KeyState], landings: Sequence[Landing | None], work: Work) -> None:
+        """``work`` brings the values of those keys that have a landing."""
+        for state, landing in zip(states, landings, strict=True):
+            if landing is not None:
+                self._answers[state.key] = Answer(landing, work)
 
     def _start_pull(self, parts: list[Part], call: Invocation) -> list[Work]:
         wanted = [(part, Target(part, call)) for part in parts]
@@ -303,14 +305,8 @@ class Exchanging(KnownExchanges):
         return self._spread_ops(coming, call) + [self._push_rows(part, call) for part in parts if part.rows is not None]
 
     def _take_places(self, keys: Sequence[Key], call: Invocation) -> None:
+        self._answers |= dict.fromkeys(keys)  # their values are about to change, and their buffers
         call.turns = {} if self._ps is None else self._ps.next_pushes(keys)
-
-    def _exchange_again(
-        self, states: Sequence[KeyState], sources: Sequence[Buffer], targets: Sequence[Buffer], call: Invocation
-    ) -> Work:
-        for state in states:
-            self._answers[state.key] = None  # asked for now
-        return self._exchange_op(states, sources, targets, call)
 
     def _push_again(self, state: KeyState, source: Buffer, call: Invocation) -> list[Work]:
         part = Part(state, [Vector(source, state.dtype, "cpu", shared=True)])
@@ -327,7 +323,6 @@ class Exchanging(KnownExchanges):
             source = self._lent(part.vectors, call, until_done=True)
             if source is None and summed is None:
                 self._sum_op([part], call)
-            self._answers[part.state.key] = None  # asked for now, and the key's own buffer may be overwritten
             states.append(part.state)
             targets.append(Target(part, call))
             sources.append(source)

@@ -53,10 +53,10 @@ class KnownExchanges(Commanding):
         self._known: Repeats[_KnownExchange] = Repeats()
 
     @abstractmethod
-    def _exchange_again(
-        self, states: Sequence[KeyState], sources: Sequence[Buffer], targets: Sequence[Buffer], call: Invocation
+    def _exchange_op(
+        self, states: Sequence[KeyState], sources: Sequence[Buffer], outs: Sequence[Buffer], call: Invocation
     ) -> Work:
-        """Send ``sources``, and fill ``targets``. All keys of the call have taken their places."""
+        """Push to the engine: send ``sources``, and fill ``outs``. All keys of the call have taken their places."""
 
     @abstractmethod
     def _push_again(self, state: KeyState, source: Buffer, call: Invocation) -> list[Work]:
@@ -121,25 +121,9 @@ class KnownExchanges(Commanding):
     def _again(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Work] | None:
         if self._mpi_size > 1:
             return None
-        if type(key) is str or type(key) is int:
-            return self._again_one(call, key, value, out)
-        if call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
-            return None
-        sources = [*map(arrays.flat, value)]
-        targets = sources if out is value else [*map(arrays.flat, out)]
-        arrays.note_writes(out)
-        for state in known.states:
-            state.pushes += 1
-            state.by_rows = False
-        self._take_places(known.keys, call)
-        works = []
-        for states, places in known.batches:
-            pick = operator.itemgetter(*places) if len(places) > 1 else lambda found, at=places[0]: (found[at],)
-            works.append(self._exchange_again(states, pick(sources), pick(targets), call))
-        return works
-
-    def _again_one(self, call: Invocation, key: Key, value: Any, out: Any) -> list[Work] | None:
-        """``_again`` on one key: what was right before is so wherever plain arrays lie, see ``checked``."""
+        if type(key) is not str and type(key) is not int:
+            return self._again_several(call, key, value, out)
+        # What was right before is so wherever plain arrays lie.
         state = self._keys.get(key)
         if state is None or not self._may_be_known(call) or self._has_pending(state):
             return None
@@ -156,7 +140,24 @@ class KnownExchanges(Commanding):
             return self._push_again(state, source, call)
         if source is None:
             return [self._pull_again(state, target, call)]
-        return [self._exchange_again([state], [source], [target], call)]
+        return [self._exchange_op([state], [source], [target], call)]
+
+    def _again_several(self, call: Invocation, key: Any, value: Any, out: Any) -> list[Work] | None:
+        if call.op != "pushpull" or (known := self._find_known(call, key, value, out)) is None:
+            return None
+        sources = [*map(arrays.flat, value)]
+        targets = sources if out is value else [*map(arrays.flat, out)]
+        arrays.note_writes(out)
+        for state in known.states:
+            state.pushes += 1
+            state.by_rows = False
+        self._take_places(known.keys, call)
+        works = []
+        with self._gathering:
+            for states, places in known.batches:
+                pick = operator.itemgetter(*places) if len(places) > 1 else lambda found, at=places[0]: (found[at],)
+                works.append(self._exchange_op(states, pick(sources), pick(targets), call))
+        return works
 
     def _note_made(self, call: Invocation, parts: Sequence[Part]) -> None:
         signature = call.signature

@@ -291,3 +291,28 @@ def test_a_pull_raises_what_the_push_that_brings_its_value_fails_with(
         kv.push("w", 2 * value)
         kv.pull("w", out)
         np.testing.assert_array_equal(out, 2 * value)
+
+
+def test_after_a_push_that_a_signal_has_interrupted_a_pull_asks_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvmpi.create("dist_sync", timeout_s=TIMEOUT_S) as kv:
+        value, out = np.ones(5, "f4"), np.zeros(5, "f4")
+        kv.init("w", value)
+        kv.push("w", value)
+        kv.pull("w", out)
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            for name in ("push_ahead", "exchange_together"):
+                patch.setattr(kv._ps, name, interrupted)  # type: ignore[attr-defined]
+            with pytest.raises(KeyboardInterrupt):
+                kv.push("w", 2 * value)
+        out.fill(np.nan)
+        work = kv.pull("w", out, async_op=True)
+        assert work is not None
+        work.wait(TIMEOUT_S)
+        np.testing.assert_array_equal(out, value)
+        kv.push("w", 3 * value)
+        kv.pull("w", out)
+        np.testing.assert_array_equal(out, 3 * value)
