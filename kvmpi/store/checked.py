@@ -36,7 +36,7 @@ def find(
         if op == "push":
             return source, None
     target = source
-    if out is not value:
+    if op == "pull" or out is not value:
         target = arrays.plain(out, shape, dtype)
         if target is None or (source is not None and np.may_share_memory(source, target) and not _same(source, target)):
             return None

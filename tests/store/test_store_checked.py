@@ -85,8 +85,9 @@ def test_other_arrays_are_looked_at(store, known):
         kv.push("l", right)
     with pytest.raises(errors.ConfigError, match="priority"):
         kv.push("k", right, priority=float("nan"))
-    with pytest.raises(errors.DTypeMismatchError, match="got None"):
-        kv.push("k", None)
+    for call in (kv.push, kv.pull, kv.pushpull):
+        with pytest.raises(errors.DTypeMismatchError, match="got None"):
+            call("k", None)
     known.clear()
     turned = np.zeros((3, 2), "f4").T  # whose rows do not lie one behind the other
     for step in range(2):
