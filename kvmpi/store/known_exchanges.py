@@ -175,8 +175,9 @@ class KnownExchanges(Commanding):
 
 
 def _is_plain(part: Part) -> bool:
-    """Whether what is pushed is one array of the host that is read as it lies, and what is filled also one."""
+    """Whether what is pushed is one array of the host, read as it lies, and what is filled one that is written so."""
     return (
         part.rows is None and not part.row_outs and len(part.vectors) < 2 and len(part.outs) < 2
         and all(vector.on_host and vector.shared for vector in part.vectors)
+        and all(arrays.memory_of(out) is not None for out in part.outs)
     )  # fmt: skip

@@ -279,3 +279,14 @@ def test_one_key_that_is_known_still_has_its_errors(kv: Any, looks: list[str], o
     kv.close()
     with pytest.raises(KVError, match="closed"):
         call(4, given)
+
+
+def test_results_come_into_tensors_that_are_not_aligned(kv: Any) -> None:
+    """NumPy and compiled code get at a copy of them only."""
+    torch = pytest.importorskip("torch")
+    keys, values = [4, 1], [torch.ones(17), torch.ones(1)]
+    odd = torch.frombuffer(bytearray(17 * 4 + 1), dtype=torch.float32, offset=1)
+    outs = [odd, torch.zeros(1)]
+    for step in range(1, 6):
+        kv.pushpull(keys, values, outs)
+        np.testing.assert_array_equal(np.array(odd.tolist()), numbers(4) + step, err_msg=f"step {step}")
