@@ -225,6 +225,10 @@ class Oracle:
         needed = _bits(1, self._pushes(key, step))
         return self._done[client, key] & needed == needed
 
+    def may_have_lost(self, client: int) -> bool:
+        """Whether nobody was told the end of a push that a client has begun."""
+        return any(self._begun[client, key] & ~self._done[client, key] for key in self._keys)
+
     def last_begun(self, client: int) -> int:
         """The last step of which a client has pushed anything."""
         return max(self._begun[client, key].bit_length() - 1 - self._shift[client] for key in self._keys)
