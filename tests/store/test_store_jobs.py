@@ -22,7 +22,6 @@ SHAPES = {
     "-n 1 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER local mpi"],
     "-n 1 -c 1 -s 2": [f"sums.py {BOTH}", "ahead.py FOLDER/saved", "training.py dist_sync_mpi dist_sync mpi",
                         "one_call.py local mpi dist_sync", "sharded.py FOLDER"],
-    "-n 1 -c 1 -s 7": [f"sums.py {BOTH}"],
     "-n 2 -c 1 -s 1": [f"sums.py {BOTH}", "lists.py FOLDER mpi dist_sync_mpi", "empty.py mpi dist_sync_mpi",
                         "one_call.py mpi dist_sync_mpi", "repeats.py FOLDER", "sharded.py FOLDER",
                         "stopped.py FOLDER dist_sync_mpi"],
@@ -33,7 +32,7 @@ SHAPES = {
                         "KVMPI_ALLREDUCE=ring sharded.py FOLDER", "stopped.py FOLDER mpi"],
     "-n 3 -c 3 -s 2": ["ahead.py FOLDER/saved", "compressed.py FOLDER dist_sync", "bounded.py dist_ssp",
                         "aged.py dist_async dist_ssp"],
-    "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi", "repeats.py FOLDER", "sharded.py FOLDER"],
+    "-n 4 -c 1 -s 0": ["sums.py mpi dist_sync_mpi", "lists.py FOLDER mpi"],
     "-n 4 -c 1 -s 2": ["training.py dist_sync_mpi dist_sync mpi", "reduced.py mpi dist_async_mpi"],
     "-n 4 -c 2 -s 1": [f"sums.py {BOTH}", "averaging.py grouped"],
     "-n 4 -c 2 -s 2": [
@@ -45,7 +44,6 @@ SHAPES = {
     "-n 4 -c 4 -s 2": ["training.py dist_sync_mpi dist_sync", "gathered.py 1 dist_softsync"],
     "-n 5 -c 2 -s 2": ["training.py dist_sync_mpi dist_sync"],
     "-n 7 -c 1 -s 2": ["sums.py mpi dist_sync_mpi", "sharded.py FOLDER"],
-    "-n 7 -c 3 -s 2": [f"sums.py {BOTH}"],
     "-n 7 -c 3 -s 7": [f"sums.py {BOTH}"],
     "-n 7 -c 7 -s 2": ["sums.py dist_sync_mpi"],
 }  # fmt: skip
