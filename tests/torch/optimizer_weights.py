@@ -391,13 +391,6 @@ def compiled(store: str) -> None:
     def afterwards(model: Any, optimizer: Any, shards: Any) -> None:
         plain_steps(torch.compile(model, backend="aot_eager"), optimizer, shards)
 
-    def its_step(model: Any, optimizer: Any, shards: Any) -> None:
-        step_of = torch.compile(optimizer.step, backend="eager")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, shards(step)).backward()
-            step_of()
-
     from torch._dynamo.utils import counters  # with the compiler, which takes longer to load than all of torch
 
     for make, loop, most in (
@@ -408,10 +401,21 @@ def compiled(store: str) -> None:
         with kvmpi.create(store) as kv:
             same_in_all(kv, loop, make=make, alone=plain_steps, oracle=mlp, update_on_kvstore=True)
         assert 1 <= counters["stats"]["unique_graphs"] <= most, (make.__name__, counters["stats"])
-    with kvmpi.create(store) as kv:
-        same_in_all(kv, its_step, alone=plain_steps, update_on_kvstore=True)
-    with kvmpi.create(store) as kv:
-        same_in_all(kv, loops.compiled_steps, alone=plain_steps, update_on_kvstore=True)
+
+
+def compiled_steps(store: str) -> None:
+    """That of the optimizer, or all of a step."""
+
+    def its_step(model: Any, optimizer: Any, shards: Any) -> None:
+        step_of = torch.compile(optimizer.step, backend="eager")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, shards(step)).backward()
+            step_of()
+
+    for loop in (its_step, loops.compiled_steps):
+        with kvmpi.create(store) as kv:
+            same_in_all(kv, loop, alone=plain_steps, update_on_kvstore=True)
 
 
 def too_late(store: str) -> None:
@@ -631,5 +635,6 @@ def asynchronous(store: str) -> None:
 CHECKS = (
     loops_of_people, groups_of_parameters, rule_of_the_user, graphs_that_change, frozen_in_turn, converted,
     layers_wait_for_their_own, whoever_reads_waits, first_layers_first, shares_of_first_layers_first, compiled,
-    too_late, resumed, checkpoint_of_torch, loaded, written_to, uneven_batches, asynchronous, loaded_by_one,
+    compiled_steps, too_late, resumed, checkpoint_of_torch, loaded, written_to, uneven_batches, asynchronous,
+    loaded_by_one,
 )  # fmt: skip

@@ -21,16 +21,16 @@ JOBS = {
         "line_searches,graphs_that_are_there_before,sums_twice,without_a_batch,"
         "uneven_batches",
         "mpi/weights=loops_of_people,groups_of_parameters,frozen_in_turn,converted,layers_wait_for_their_own,"
-        "whoever_reads_waits,first_layers_first,compiled,too_late,checkpoint_of_torch,loaded,written_to,"
+        "whoever_reads_waits,first_layers_first,compiled,compiled_steps,too_late,checkpoint_of_torch,loaded,written_to,"
         "uneven_batches,loaded_by_one",
         "mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,uneven_batches,resumed,too_late,"
         "two_networks,buffers",
         "mpi/shares=loops_of_people,groups_of_parameters,graphs_that_change,frozen_in_turn,converted,"
-        "whoever_reads_waits,shares_of_first_layers_first,compiled,too_late,resumed,checkpoint_of_torch,loaded,"
+        "whoever_reads_waits,shares_of_first_layers_first,compiled_steps,too_late,resumed,checkpoint_of_torch,loaded,"
         "written_to,uneven_batches,loaded_by_one",
         f"mpi/algorithms={ALGORITHMS}",
         "dist_async_mpi/steps=as_one_process,models_as_in_one_process,groups_of_parameters,two_networks",
-        "dist_sync_mpi/steps=as_one_process,without_a_batch,uneven_batches",
+        "dist_sync_mpi/steps=without_a_batch,uneven_batches",
     ],
     "-n 3 -c 2 -s 1": [
         "dist_sync_mpi/gradients=frozen_in_turn",
