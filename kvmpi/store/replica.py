@@ -22,6 +22,7 @@ class Replica:
     Attributes:
         value: shape ``(count,)``, storage dtype.
         common: the workers of a host share that memory, and write the same there.
+        shown: a read-only array that the program has, and the memory that it shows: that of ``value`` by then.
         state: what the rule remembers, by name, of the elements ``share``; likewise ``master``, the float32 copy of a
             half type, if there is one.
         share: the elements that this worker updates; None: all of them.
@@ -29,10 +30,11 @@ class Replica:
         updates: so many there have been.
     """
 
-    __slots__ = ("common", "dtype", "master", "share", "stale", "state", "updates", "value")
+    __slots__ = ("common", "dtype", "master", "share", "shown", "stale", "state", "updates", "value")
 
     def __init__(self, value: Buffer, dtype: str, *, common: bool) -> None:
         self.value, self.dtype, self.common = value, dtype, common
+        self.shown: tuple[Any, Buffer] | None = None
         self.forget()
         self.stale = False
 
@@ -46,7 +48,7 @@ class Replica:
     def keep_apart(self) -> None:
         """Every worker changes the value by itself from now on: each needs its own."""
         if self.common:
-            self.value, self.common = self.value.copy(), False
+            self.value, self.common, self.shown = self.value.copy(), False, None
 
     def narrow_to(self, share: slice) -> None:
         """This worker updates no more than ``share`` from now on."""

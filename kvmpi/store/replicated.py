@@ -339,30 +339,33 @@ class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
                 f"view of key {key!r} on worker {self.rank}: with KVMPI_SHARDED_UPDATE=on this worker has its share of "
                 "what was pushed, and pull brings all shares together: take that"
             )
-        value = arrays.wrap(replica.value.view(), state.shape, state.dtype, state.library)
-        if isinstance(value, np.ndarray):
-            value.flags.writeable = False
-        return value
+        if replica.shown is None or replica.shown[1] is not replica.value:
+            value = arrays.wrap(replica.value.view(), state.shape, state.dtype, state.library)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+            replica.shown = value, replica.value
+        return replica.shown[0]
 
     def _behind_views(self, key: Any, out: Any) -> Any:
+        if self._rule is not None and self._rule.replies_old:  # which is no longer there
+            return out
         if isinstance(key, list | tuple):
-            if not isinstance(out, list | tuple) or len(out) != len(key):
-                return out
-            return list(map(self._behind_views, key, out))
+            several = isinstance(out, list | tuple) and len(out) == len(key)
+            return list(map(self._behind_view, key, out)) if several else out
+        return self._behind_view(key, out)
+
+    def _behind_view(self, key: Any, out: Any) -> Any:
         if isinstance(out, list | tuple):
-            return [self._behind_views(key, each) for each in out]
-        if type(out) is not np.ndarray or out.flags.writeable or (self._rule is not None and self._rule.replies_old):
+            return [self._behind_view(key, each) for each in out]
+        if type(out) is not np.ndarray or out.flags.writeable:
             return out
-        key = int(key) if isinstance(key, np.integer) else key
-        state = self._keys.get(key) if type(key) is int or type(key) is str else None
+        state = self._keys.get(key) if isinstance(key, int | str | np.integer) else None  # type: ignore[arg-type]
         replica = None if state is None else self._replicas.get(state.key)
-        if state is None or replica is None or out.shape != state.shape or not out.flags.c_contiguous:
+        if state is None or replica is None or replica.shown is None or replica.shown[0] is not out:
             return out
+        memory = replica.shown[1]
         # Of a value that is not shared an earlier call may have made room for the next sum by now.
-        for memory in (replica.value, state.buffer):
-            if memory is not None and memory.dtype == out.dtype and arrays.span_of(out) == arrays.span_of(memory):
-                return memory.reshape(state.shape)
-        return out
+        return memory.reshape(state.shape) if memory is replica.value or memory is state.buffer else out
 
     def _start_set_rule(self, rule: optim.Rule, call: Invocation) -> Work:
         return self._start_update_by(rule, None, call)
