@@ -355,7 +355,7 @@ class ReplicatedStore(Repeating, ShardedUpdates, KVStore):
         return self._behind_view(key, out)
 
     def _behind_view(self, key: Any, out: Any) -> Any:
-        if isinstance(out, list | tuple):
+        if isinstance(out, list):  # a pair is rows
             return [self._behind_view(key, each) for each in out]
         if type(out) is not np.ndarray or out.flags.writeable:
             return out
