@@ -140,7 +140,8 @@ def test_top_shows_what_the_job_does(job: Watched) -> None:
     assert picture["slowest"] == 1
     server = picture["servers"][0]
     assert (server["keys"], server["held_bytes"]) == (2, 200_008)
-    assert server["received_bytes"] == pytest.approx(server["sent_bytes"], rel=0.2)
+    # It may be in the middle of a round, of two clients.
+    assert server["received_bytes"] == pytest.approx(server["sent_bytes"], rel=0.2, abs=2 * 200_008)
     assert picture["history"]["steps_per_s"][-1][1] > 0
     assert "workers" in job.top(), "into a pipe it is printed once, and the job goes on"
     table = job.top("--once")
