@@ -35,6 +35,8 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What the system takes for itself is more than the caches hold, and slower.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 512 << 10)
         connection.setblocking(False)
         self.socket = connection
         self._out: collections.deque[memoryview] = collections.deque()

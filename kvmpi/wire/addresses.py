@@ -19,10 +19,18 @@ def listening(host: str, port: int) -> str:
     return f"tcp://{f'[{address}]' if ':' in address else address}:{port or '*'}"
 
 
-def is_of_ipv6(endpoint: str) -> bool:
-    """Whether ``tcp://HOST:PORT`` leads over IPv6: not where a name has an address of IPv4 as well."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+def address_of(endpoint: str) -> str:
+    """Where ``tcp://HOST:PORT`` leads: over IPv4 if a name has addresses of both. Nothing if nobody knows it, or not
+    yet."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if ":" in host:
+        return host
     try:
-        return ":" in (host if ":" in host else addresses_of(host)[0])
+        return addresses_of(host)[0]
     except OSError:
-        return False  # nobody knows it, or not yet
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a host has it for itself, so that nobody else can be at the other end."""
+    return address.startswith("127.") or address == "::1"

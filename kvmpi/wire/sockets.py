@@ -13,7 +13,7 @@ import zmq
 
 from kvmpi.errors import ConfigError, ProtocolError
 from kvmpi.wire import bundle, encoding, slips
-from kvmpi.wire.addresses import is_of_ipv6, listening
+from kvmpi.wire.addresses import address_of, is_loopback, listening
 from kvmpi.wire.context import Context
 from kvmpi.wire.encoding import encode
 from kvmpi.wire.handshake import Handshake
@@ -41,6 +41,9 @@ _send_frame: Callable[..., zmq.MessageTracker | None] = zmq.backend.Socket.send
 #: Kernel buffers of Unix sockets: they hold a chunk or two, so that a sender is not woken for every few hundred KB.
 #: Those of TCP the system makes as large as a connection can use, but only if nobody has set them.
 _KERNEL_BUFFER_BYTES = 1 << 20
+#: But within a host what TCP can use is more than the caches hold: of what is sent there, so much may be under way.
+_LOOPBACK_SEND_BYTES = 512 << 10
+_AS_THE_SYSTEM_HAS_IT = -1
 #: Connections that the kernel holds until they are accepted; a thousand strangers at once must not fill it.
 _BACKLOG = 4096
 #: Messages of one peer that wait at a listener; the peer's others stay where they are.
@@ -79,6 +82,13 @@ def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool
     else:
         opened.sndbuf = opened.rcvbuf = _KERNEL_BUFFER_BYTES
     return opened
+
+
+def _suit(opened: zmq.Socket[Any], endpoint: str) -> None:
+    """Let the links that ``opened`` makes next be what a TCP endpoint wants."""
+    address = address_of(endpoint)
+    opened.ipv6 = ":" in address
+    opened.sndbuf = _LOOPBACK_SEND_BYTES if is_loopback(address) else _AS_THE_SYSTEM_HAS_IT
 
 
 def _keep_alive(opened: zmq.Socket[Any], timeout_s: float) -> None:
@@ -201,7 +211,8 @@ class Listener:
     def _bind(self, kind: bytes, endpoint: str) -> str:
         router = self._router(kind)
         try:
-            router.ipv6 = kind == _TCP and is_of_ipv6(endpoint)
+            if kind == _TCP:
+                _suit(router, endpoint)
             router.bind(endpoint)
         except zmq.ZMQError as error:
             reason = "the address is in use" if error.errno == zmq.EADDRINUSE else zmq.strerror(error.errno or 0)
@@ -446,7 +457,7 @@ class Connection:
         path = self.endpoint.removeprefix("ipc://")
         if self.endpoint.startswith("tcp://"):
             context.secure_connection(self._socket)
-            self._socket.ipv6 = is_of_ipv6(self.endpoint)
+            _suit(self._socket, self.endpoint)
             self._handshake = Handshake(self._socket, self.endpoint)
         elif path != self.endpoint and os.path.isabs(path):
             check_folder(os.path.dirname(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import zmq
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError, ProtocolError
-from kvmpi.machine import read_text
+from kvmpi.machine import interfaces, read_text
 from kvmpi.wire import (
     PROTOCOL_VERSION,
     Connection,
@@ -32,6 +33,7 @@ from kvmpi.wire import (
     slips,
 )
 from kvmpi.wire import messages as m
+from kvmpi.wire.addresses import is_loopback
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0
@@ -401,6 +403,33 @@ def test_listeners_have_addresses_of_ipv6_and_names(host: str, context: Context[
         connection = Connection(context, f"tcp://localhost:{port}" if host == "localhost" else endpoint, MIB)
         stack.callback(connection.close)
         hears_from(listener, connection)
+
+
+def kernel_send_buffers(port: int) -> list[int]:
+    """Of this process's established links of the listener at ``port``, at both of their ends; in bytes."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.family != socket.AF_UNIX and port in {end.getsockname()[1], end.getpeername()[1]}:
+                found.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    return found
+
+
+def test_little_is_under_way_within_a_host_and_between_hosts_as_much_as_the_link_takes(context: Context[Any]) -> None:
+    others = [address for name, address in interfaces().items() if not is_loopback(address)]
+    for host in ["127.0.0.1", *others[:1]]:
+        with contextlib.ExitStack() as stack:
+            listener = Listener(context, 64 * MIB)
+            stack.callback(listener.close)
+            connection = Connection(context, listener.bind_tcp(host), 64 * MIB)
+            stack.callback(connection.close)
+            hears_from(listener, connection)
+            for size in (4 << 10, 16 << 20):  # the system's own buffers grow with what is sent
+                connection.send(m.Bye(78), [np.ones(size, np.uint8)])
+                assert receive(listener)[2][0].nbytes == size
+            ends = kernel_send_buffers(int(listener.endpoints[0].rpartition(":")[2]))
+            assert len(ends) == 2
+            assert (set(ends) == {2 * (512 << 10)}) == is_loopback(host)  # the kernel counts its own needs, too
 
 
 def test_a_waker_wakes_and_does_not_fill_up() -> None:
