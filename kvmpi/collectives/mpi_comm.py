@@ -38,10 +38,15 @@ def started_by_mpi() -> bool:
     return "PMIX_RANK" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
-def lone_tasks() -> int:
-    """How many tasks an ``srun`` has started that know nothing of each other, this one included; 0 if none has."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
-    return int(tasks) if tasks.isdigit() and int(tasks) > 1 and not started_by_mpi() else 0
+def lone_tasks() -> tuple[str, int] | None:
+    """Who has started this process as one of several that know nothing of each other by MPI, and how many they are."""
+    if started_by_mpi():
+        return None
+    counts = {"srun": os.environ.get("SLURM_STEP_NUM_TASKS", "")}
+    if "MASTER_ADDR" in os.environ:  # where torch's processes meet
+        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        counts["torchrun" if torchrun else "who has set WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "")
+    return next(((who, int(text)) for who, text in counts.items() if text.isdigit() and int(text) > 1), None)
 
 
 #: For all MPI calls of this process where MPI allows one at a time.

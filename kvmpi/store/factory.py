@@ -193,17 +193,25 @@ def _under_mpi() -> bool:
 
 def _require_no_lone_tasks() -> None:
     """Raises:
-    ConfigError: this is one of several tasks of an srun, and each would train by itself without anybody noticing.
+    ConfigError: this is one of several processes, and each would train by itself without anybody noticing.
     """
     from kvmpi.collectives import mpi_comm
 
-    if tasks := mpi_comm.lone_tasks():
+    if (found := mpi_comm.lone_tasks()) is None:
+        return
+    who, tasks = found
+    if who == "srun":
         raise ConfigError(
             f"srun has started {tasks} tasks without MPI between them (--mpi=none, or a Slurm that has no other), and "
             f"each would train by itself; start them with 'kvmpi run -n {tasks} PROGRAM' in salloc or sbatch, or by "
             "srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH, if srun --mpi=list has it; a task that is to be alone "
             "starts 'kvmpi run PROGRAM', or makes a store of type 'local'"
         )
+    raise ConfigError(
+        f"{who} has started {tasks} processes without MPI between them, and each would train by itself; start them "
+        f"with 'kvmpi run -n {tasks} PROGRAM' or 'mpirun -n {tasks} python PROGRAM', which tell torch the same "
+        "(kvmpi.torch.c10d); a process that is to be alone makes a store of type 'local'"
+    )
 
 
 def _require_threads() -> None:
