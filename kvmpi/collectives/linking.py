@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvmpi.collectives.links import Links
 from kvmpi.collectives.probing import options
 from kvmpi.collectives.topology import Layout
 from kvmpi.deadline import Deadline
+from kvmpi.errors import PeerLostError, ranks_in_words
 from kvmpi.machine import addresses, family_of, has_fabric, link_mbit
 
 _TAG_OFFER, _TAG_LINKED = 14, 15
@@ -164,10 +165,7 @@ def link(
                 why_not = f"a host has no address on {network or 'any network'}"
     except (OSError, ValueError) as error:
         why_not = str(error)
-    offer = np.zeros(4 + _ADDRESS_WORDS * _MAX_ADDRESSES, np.uint64)
-    if not why_not and listener is not None:
-        words = in_words(own)
-        offer[: 4 + len(words)] = [1, *np.frombuffer(token, np.uint64), listener.getsockname()[1], *words]
+    offer = _offer(token, listener if not why_not else None, own)
     incoming, outgoing = dict[Pair, socket.socket](), dict[Pair, socket.socket]()
     linked = False
     try:
@@ -209,6 +207,54 @@ def link(
         for sock in (listener, *(() if linked else (*incoming.values(), *outgoing.values()))):
             if sock is not None:
                 sock.close()
+
+
+def each_to_each(
+    rank: int, size: int, swap: Callable[[bytes], Sequence[bytes]], own: Sequence[tuple[str, int]], deadline: Deadline
+) -> dict[int, socket.socket]:
+    """Collective over ranks that have nothing but a place to leave words: a connection to each of the others.
+
+    Args:
+        swap: collective: the words of all ranks, given the own ones.
+        own: see ``own_addresses``.
+    Raises:
+        PeerLostError: some cannot be reached, or do not come.
+    """
+    token, patience = secrets.token_bytes(_TOKEN_BYTES), Deadline(max(_ALL_S, 0.5 * deadline.remaining_s()))
+    made, incoming, whole = dict[int, socket.socket](), dict[Pair, socket.socket](), False
+    listener = _listen([address for address, _ in own])
+    try:
+        offers = [np.frombuffer(words, np.uint64) for words in swap(_offer(token, listener, own).tobytes())]
+        tokens = [words[1:3].tobytes() for words in offers]
+        callers = {(other, 0) for other in range(rank + 1, size)}
+        answering = threading.Thread(
+            target=_answer, args=(listener, token, tokens, callers, incoming, patience), daemon=True
+        )
+        answering.start()
+        addresses = [address for address, _ in own]
+        for other in range(rank):
+            sock = _call(offers[other], _HELLO.pack(tokens[other], rank, 0), token, addresses, patience)
+            if sock is None:
+                raise PeerLostError(f"MPI rank {rank} cannot reach MPI rank {other} over TCP")
+            made[other] = sock
+        answering.join()
+        if without := sorted(callers - set(incoming)):
+            missing = ranks_in_words([other for other, _ in without])
+            raise PeerLostError(f"MPI rank {rank} was not reached by MPI rank {missing} over TCP")
+        whole = True
+        return made | {other: sock for (other, _), sock in incoming.items()}
+    finally:
+        for sock in (listener, *(() if whole else (*made.values(), *incoming.values()))):
+            sock.close()
+
+
+def _offer(token: bytes, listener: socket.socket | None, own: Sequence[tuple[str, int]]) -> np.ndarray:
+    """Where a rank listens, in words; zeros without a listener."""
+    offer = np.zeros(4 + _ADDRESS_WORDS * _MAX_ADDRESSES, np.uint64)
+    if listener is not None:
+        words = in_words(own)
+        offer[: 4 + len(words)] = [1, *np.frombuffer(token, np.uint64), listener.getsockname()[1], *words]
+    return offer
 
 
 def _by_peer(socks: Mapping[Pair, socket.socket], num_connections: int) -> dict[int, list[socket.socket]]:

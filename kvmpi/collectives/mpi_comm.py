@@ -39,13 +39,12 @@ def started_by_mpi() -> bool:
 
 
 def lone_tasks() -> tuple[str, int] | None:
-    """Who has started this process as one of several that know nothing of each other by MPI, and how many they are."""
+    """Who has started this process as one of several that cannot reach each other, and how many they are."""
     if started_by_mpi():
         return None
     counts = {"srun": os.environ.get("SLURM_STEP_NUM_TASKS", "")}
-    if "MASTER_ADDR" in os.environ:  # where torch's processes meet
-        torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        counts["torchrun" if torchrun else "who has set WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "")
+    if "MASTER_ADDR" in os.environ:  # where torch's processes meet, if each has a rank
+        counts["whatever has set WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "")
     return next(((who, int(text)) for who, text in counts.items() if text.isdigit() and int(text) > 1), None)
 
 
@@ -118,7 +117,7 @@ def _expect_computing_receivers() -> None:
 
 def _library() -> tuple[Any, threading.Lock | None]:
     """mpi4py's ``MPI``, initialised, and the lock that guards its calls, where it needs one."""
-    _take_place()
+    take_place()
     try:
         if "mpi4py.MPI" in sys.modules:
             from mpi4py import MPI
@@ -153,9 +152,11 @@ _RANK_VARIABLES = (
 )
 
 
-def _take_place() -> None:
+def take_place(names: Sequence[str] = _RANK_VARIABLES, *, of: str = "MPI job") -> None:
     """For as long as this process lives: MPI begins and ends once.
 
+    Args:
+        names: variables that say which rank it is, if it is one of several.
     Raises:
         ConfigError: another process is this rank, and has probably started this one.
     """
@@ -164,12 +165,12 @@ def _take_place() -> None:
         return
     config = Config.from_env()
     place = Place(config)
-    if not config.role and started_by_mpi():
-        own = " ".join(os.environ.get(name, "-") for name in _RANK_VARIABLES)
+    if not config.role and (started_by_mpi() or names is not _RANK_VARIABLES):
+        own = " ".join(os.environ.get(name, "-") for name in names)
         holder, _, rank = os.environ.get(_TAKEN, "").partition(" ")
         if rank == own and holder.isdigit() and int(holder) != os.getpid() and _is_alive(int(holder)):
             raise ConfigError(
-                f"process {os.getpid()} is not this rank of its MPI job: process {holder} {HAS_STARTED}. What is a "
+                f"process {os.getpid()} is not this rank of its {of}: process {holder} {HAS_STARTED}. What is a "
                 "job of its own starts by 'kvmpi run PROGRAM'"
             )
         os.environ[_TAKEN] = f"{os.getpid()} {own}"

@@ -70,8 +70,8 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     Types: ``local`` (``device``), ``mpi`` (``allreduce``), ``dist_sync``, ``dist_async``, ``dist_ssp``,
     ``dist_softsync``, ``dist_sync_mpi`` (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``),
     ``dist_ssp_mpi``, ``dist_softsync_mpi``, and what ``register_store`` added. Collective over all workers, which must
-    create the same stores in the same order. In a process that no launcher started, a type that needs a job runs as a
-    job of one worker.
+    create the same stores in the same order: those of ``kvmpi run``, the ranks of an mpirun, the processes of a
+    torchrun. In a process that was started by none of these, a type that needs a job runs as a job of one worker.
 
     Args:
         settings: fields of ``kvmpi.config.Config``; they beat the environment.
@@ -153,9 +153,9 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
         if grouped and mode == "sync" and _without_servers(config) and config.num_clients == 1:
             return ReplicatedStore(name, config, client_comm(config))
         if not config.role:
-            if _under_mpi():
+            if _is_one_of_several():
                 raise NotLaunchedError(
-                    f"store type {name!r} needs servers, and mpirun started none; "
+                    f"store type {name!r} needs servers, and mpirun or torchrun started none; "
                     "start the job with 'kvmpi run -n WORKERS -s SERVERS PROGRAM'"
                 )
             _require_no_lone_tasks()
@@ -182,13 +182,14 @@ def _full(mode: str, config: Config) -> str:
 
 
 def _without_servers(config: Config) -> bool:
-    return (bool(config.role) and config.num_servers == 0) or (not config.role and _under_mpi())
+    return (bool(config.role) and config.num_servers == 0) or (not config.role and _is_one_of_several())
 
 
-def _under_mpi() -> bool:
-    from kvmpi.collectives import mpi_comm
+def _is_one_of_several() -> bool:
+    """Whether there are others, which can be reached, and no launcher of ours."""
+    from kvmpi.collectives import mpi_comm, torchrun
 
-    return mpi_comm.started_by_mpi()
+    return mpi_comm.started_by_mpi() or torchrun.started()
 
 
 def _require_no_lone_tasks() -> None:
@@ -208,9 +209,9 @@ def _require_no_lone_tasks() -> None:
             "starts 'kvmpi run PROGRAM', or makes a store of type 'local'"
         )
     raise ConfigError(
-        f"{who} has started {tasks} processes without MPI between them, and each would train by itself; start them "
-        f"with 'kvmpi run -n {tasks} PROGRAM' or 'mpirun -n {tasks} python PROGRAM', which tell torch the same "
-        "(kvmpi.torch.c10d); a process that is to be alone makes a store of type 'local'"
+        f"{who} to {tasks} has not set RANK and MASTER_PORT, as torchrun does: the others cannot be reached, and each "
+        f"would train by itself; start them with torchrun, or with 'kvmpi run -n {tasks} PROGRAM'; a process that is "
+        "to be alone makes a store of type 'local'"
     )
 
 
@@ -237,11 +238,13 @@ def _require_threads() -> None:
 
 def client_comm(config: Config) -> Comm | None:
     """The communicator of this worker's client, collective over its workers; None for a worker that is alone."""
-    from kvmpi.collectives import mpi_comm
+    from kvmpi.collectives import mpi_comm, torchrun
 
     _require_threads()
     if not config.role:
         if not mpi_comm.started_by_mpi():
+            if torchrun.started():
+                return torchrun.world(config.timeout_s, config.interface)
             _require_no_lone_tasks()
             return None
         everyone = mpi_comm.world(config.timeout_s)
@@ -309,7 +312,8 @@ def _close_at_exit() -> None:
         from kvmpi.collectives import mpi_comm
 
         mpi_comm.remove_segment()
-    if any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open):
+    has_failed = any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open)
+    if has_failed and "mpi4py.MPI" in sys.modules:
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # it may be closed, or its disk full

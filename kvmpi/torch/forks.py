@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from typing import Protocol
 
@@ -37,7 +38,7 @@ def warn_of_forks(speaker: Speaker) -> None:
 
 def _warn() -> None:
     global _warned
-    if _warned or all(speaker.closed for speaker in _speakers):
+    if _warned or "mpi4py.MPI" not in sys.modules or all(speaker.closed for speaker in _speakers):
         return
     _warned = True
     warn(

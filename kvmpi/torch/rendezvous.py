@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kvmpi.collectives import SoloComm, mpi_comm
+from kvmpi.collectives import SoloComm, mpi_comm, torchrun
 from kvmpi.collectives.comm import Comm
 from kvmpi.collectives.exchange import GroupCollectives
 from kvmpi.config import Config
 from kvmpi.deadline import Deadline
-from kvmpi.errors import ConfigError, KVTimeoutError, ranks_in_words
+from kvmpi.errors import ConfigError
 from kvmpi.store.factory import client_comm, close_at_exit
 from kvmpi.torch.forks import warn_of_forks
 from kvmpi.torch.group.process_group import KvmpiProcessGroup
@@ -115,13 +115,11 @@ def create_group(options: Any, _: Any) -> KvmpiProcessGroup:
             "kvmpi.torch.c10d.make_client_the_world() before, if something else carries data between clients"
         )
     comm: Comm = SoloComm()
-    if size > 1:
-        if not mpi_comm.started_by_mpi():
-            raise ConfigError(
-                f"{where}: MPI has not started this process, so the others cannot be reached (torchrun and spawn start "
-                f"no MPI job); start the program with 'kvmpi run -n {size} PROGRAM', with mpirun, or with srun --mpi"
-            )
+    if size > 1 and mpi_comm.started_by_mpi():
         comm = mpi_comm.members(_meet(options.store, rank, size, timeout, where), timeout.total_seconds())
+    elif size > 1:
+        deadline = Deadline(timeout.total_seconds())
+        comm = torchrun.connect(options.store, rank, size, deadline, where, config.interface)
     group = KvmpiProcessGroup(comm, name, ranks, timeout.total_seconds(), config)
     close_at_exit(group)
     warn_of_forks(group)
@@ -130,23 +128,8 @@ def create_group(options: Any, _: Any) -> KvmpiProcessGroup:
 
 def _meet(store: Any, rank: int, size: int, timeout: timedelta, where: str) -> list[int]:
     """The ranks in ``MPI_COMM_WORLD`` of all members, once all of them are here."""
-    keys = [f"kvmpi/{member}" for member in range(size)]
-    store.set(keys[rank], str(mpi_comm.own_rank()))
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [member for member in range(size) if not store.check([keys[member]])]
-        raise KVTimeoutError(
-            f"{where}, on rank {rank} of it: its rank {ranks_in_words(missing) or '?'} did not come within "
-            f"{timeout.total_seconds():.1f} s; every member must create its groups in the same order ({error})"
-        ) from None
-    # All at once, where the store can: else there would be as many requests of each as there are members.
-    texts = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    found = list(map(int, texts))
-    # A group of the same name may be made again, and must not find these.
-    if store.add("kvmpi/read", 1) == size:
-        for key in (*keys, "kvmpi/read"):
-            store.delete_key(key)
+    own = str(mpi_comm.own_rank()).encode()
+    found = list(map(int, torchrun.leave(store, rank, size, own, Deadline(timeout.total_seconds()), where)))
     if len(set(found)) < size:
         raise ConfigError(
             f"{where}: its members are MPI ranks {found}, but must all be different ranks of one MPI_COMM_WORLD: are "

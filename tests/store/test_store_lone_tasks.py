@@ -8,14 +8,13 @@ import kvmpi
 from kvmpi.collectives import mpi_comm
 from kvmpi.errors import ConfigError
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "127.0.0.1"}
-OTHERS = {"WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0"}
+OTHERS = {"WORLD_SIZE": "3", "NODE_RANK": "0", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "2"}
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*mpi_comm._SIZE_VARIABLES, "PMIX_RANK", *TORCHRUN, *OTHERS, *SRUN):
+    for name in (*mpi_comm._SIZE_VARIABLES, "PMIX_RANK", "RANK", *OTHERS, *SRUN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -28,8 +27,10 @@ def start(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (TORCHRUN, "torchrun has started 4 processes .*'kvmpi run -n 4 PROGRAM'.*store of type 'local'"),
-        (OTHERS, "who has set WORLD_SIZE has started 3 processes .*'kvmpi run -n 3 PROGRAM'"),
+        (
+            OTHERS,
+            "WORLD_SIZE to 3 has not set RANK .*torchrun, or with 'kvmpi run -n 3 PROGRAM'.*of type 'local'",
+        ),
         (SRUN, "srun has started 2 tasks .*'kvmpi run -n 2 PROGRAM'"),
     ],
 )
@@ -43,9 +44,7 @@ def test_one_of_several_does_not_train_by_itself(
         assert kv.num_workers == 1
 
 
-@pytest.mark.parametrize(
-    "environ", [{}, TORCHRUN | {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, TORCHRUN | {"PMI_SIZE": "4"}]
-)
+@pytest.mark.parametrize("environ", [{}, OTHERS | {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, OTHERS | {"PMI_SIZE": "4"}])
 def test_who_is_alone_or_a_rank_of_mpi_is_no_lone_task(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
 ) -> None:

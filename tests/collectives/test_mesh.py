@@ -1,0 +1,220 @@
+"""Messages over real connections of each rank to each other, with ranks as threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmpi.arrays import Vector
+from kvmpi.collectives import Collectives
+from kvmpi.collectives.mesh import EAGER_BYTES, Mesh, MeshComm
+from kvmpi.deadline import Deadline
+from kvmpi.errors import PeerLostError, ShapeMismatchError
+
+TIMEOUT_S = 30.0
+SIZES = (0, 1, 3, EAGER_BYTES - 1, EAGER_BYTES, EAGER_BYTES + 1, 3_000_001)
+
+
+def comms(size: int) -> list[MeshComm]:
+    """Of one mesh; its connections go over loopback."""
+    ends: list[dict[int, socket.socket]] = [{} for _ in range(size)]
+    for high in range(size):
+        for low in range(high):
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                ends[high][low] = socket.create_connection(listener.getsockname())
+                ends[low][high] = listener.accept()[0]
+    names = {rank: f"rank {rank}" for rank in range(size)}
+    return [MeshComm(Mesh(rank, ends[rank], names), range(size), "test") for rank in range(size)]
+
+
+def run(size: int, do: Callable[[MeshComm], Any]) -> list[Any]:
+    """What ``do`` returns for each rank, all at once."""
+    found: list[Any] = [None] * size
+
+    def main(comm: MeshComm) -> None:
+        try:
+            found[comm.rank] = do(comm)
+        except BaseException as error:
+            found[comm.rank] = error
+
+    ranks = comms(size)  # which are there until all are done
+    threads = [threading.Thread(target=main, args=(comm,), daemon=True) for comm in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "a rank still waits"
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found
+
+
+def finish(*requests: Any) -> None:
+    deadline = Deadline(TIMEOUT_S)
+    while not all(request.test() for request in requests):
+        assert not deadline.expired(), "a message is not there"
+        time.sleep(1e-4)
+
+
+def content(source: int, dest: int, tag: int, count: int) -> Any:
+    return np.random.default_rng([source, dest, tag, count]).integers(0, 256, count, np.uint8)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("wanted_first", [True, False])
+def test_messages_of_all_sizes_keep_their_order_and_stay_apart(size: int, wanted_first: bool) -> None:
+    def do(comm: MeshComm) -> None:
+        others = [rank for rank in range(comm.size) if rank != comm.rank]
+        twin = comm.duplicate()
+
+        def post() -> list[tuple[Any, Any, Any]]:
+            found = []
+            for tag in (1, 0):
+                for of, shift in ((twin, 2), (comm, 0)):
+                    for rank in others:
+                        for count in SIZES:
+                            into = np.full(count, 77, np.uint8)
+                            right = content(rank, comm.rank, tag + shift, count)
+                            found.append((of.irecv(into, rank, tag), into, right))
+            return found
+
+        posted = post() if wanted_first else []
+        sends = [
+            of.isend(content(comm.rank, rank, tag + shift, count), rank, tag)
+            for of, shift in ((comm, 0), (twin, 2))
+            for rank in others
+            for count in SIZES
+            for tag in (0, 1)
+        ]
+        posted = posted or post()
+        finish(*sends, *(request for request, _, _ in posted))
+        for _, into, right in posted:
+            np.testing.assert_array_equal(into, right)
+
+    run(size, do)
+
+
+def test_from_any_rank_and_how_much_it_was() -> None:
+    def do(comm: MeshComm) -> list[tuple[int, int]]:
+        if comm.rank:
+            finish(comm.isend(content(comm.rank, 0, 0, 10 * comm.rank), 0, 5))
+            finish(comm.isend(content(comm.rank, 0, 0, 2 * EAGER_BYTES), 0, 6))
+            return []
+        found = []
+        for tag in (5, 6, 5, 6):
+            into = np.empty(2 * EAGER_BYTES, np.uint8)
+            finish(request := comm.irecv_message(into, None, tag))
+            np.testing.assert_array_equal(into[: request.nbytes], content(request.source, 0, 0, request.nbytes))
+            found.append((request.source, request.nbytes))
+        return found
+
+    found = run(3, do)[0]
+    assert sorted(found) == [(1, 10), (1, 2 * EAGER_BYTES), (2, 20), (2, 2 * EAGER_BYTES)]
+
+
+@pytest.mark.parametrize("nbytes", [9, 2 * EAGER_BYTES])
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_too_long_is_an_error_and_the_next_is_in_order(nbytes: int, late: bool) -> None:
+    def do(comm: MeshComm) -> None:
+        if comm.rank:
+            finish(comm.isend(np.ones(nbytes, np.uint8), 0, 0), comm.isend(np.full(8, 2, np.uint8), 0, 0))
+            return
+        time.sleep(0.1 if late else 0.0)
+        into, then = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
+        request, following = comm.irecv(into, 1, 0), comm.irecv(then, 1, 0)
+        with pytest.raises(ShapeMismatchError, match="longer than the memory"):
+            finish(request)
+        finish(following)
+        assert not into.any()
+        assert (then == 2).all()
+
+    run(2, do)
+
+
+def test_a_rank_that_has_ended_is_named_and_what_it_has_sent_arrives() -> None:
+    def do(comm: MeshComm) -> None:
+        if comm.rank == 2:
+            finish(comm.isend(np.full(5, 3, np.uint8), 0, 0), comm.isend(np.full(EAGER_BYTES, 4, np.uint8), 0, 1))
+            comm.free()
+            return
+        if comm.rank == 1:
+            return
+        time.sleep(0.1)
+        into, more = np.zeros(5, np.uint8), np.zeros(EAGER_BYTES, np.uint8)
+        finish(comm.irecv(more, 2, 1), comm.irecv(into, 2, 0))
+        assert (into == 3).all()
+        assert (more == 4).all()
+        for lost in (
+            lambda: comm.irecv(into, 2, 0), lambda: comm.irecv_message(into, None, 0), lambda: comm.isend(into, 2, 0),
+            lambda: comm.isend(np.zeros(2 * EAGER_BYTES, np.uint8), 2, 0),
+        ):  # fmt: skip
+            with pytest.raises(PeerLostError, match="rank 2 is lost: it has ended"):
+                finish(lost())
+        finish(comm.isend(into, 1, 0))  # the other is there
+
+    run(3, do)
+
+
+def test_a_receive_that_was_given_up_takes_nothing() -> None:
+    def do(comm: MeshComm) -> None:
+        if comm.rank:
+            finish(comm.irecv(np.empty(1, np.uint8), 0, 9))
+            finish(comm.isend(np.ones(4, np.uint8), 0, 0))
+            return
+        given_up, into = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
+        comm.irecv_message(given_up, 1, 0).cancel()
+        request = comm.irecv(into, 1, 0)
+        finish(comm.isend(np.ones(1, np.uint8), 1, 9), request)
+        assert not given_up.any()
+        assert into.all()
+
+    run(2, do)
+
+
+def test_threads_of_one_process_do_not_disturb_each_other() -> None:
+    def do(comm: MeshComm) -> None:
+        other, errors = 1 - comm.rank, []
+
+        def talk(of: MeshComm, number: int) -> None:
+            try:
+                for count in (*SIZES, *SIZES):
+                    into = np.empty(count, np.uint8)
+                    sent = of.isend(content(comm.rank, other, number, count), other, 0)
+                    finish(sent, of.irecv(into, other, 0))
+                    np.testing.assert_array_equal(into, content(other, comm.rank, number, count))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=talk, args=(comm.duplicate(), number)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        assert not errors, errors
+
+    run(2, do)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("algorithm", ["naive", "multi_ring", "auto"])
+def test_sums_over_a_mesh(size: int, algorithm: str) -> None:
+    counts = (0, 1, 1001, 300_007)
+
+    def do(comm: MeshComm) -> None:
+        collectives = Collectives(comm, algorithm=algorithm)
+        for count in counts:
+            terms = [np.random.default_rng([rank, count]).standard_normal(count) for rank in range(size)]
+            out = np.empty(count, np.float32)
+            mine = terms[comm.rank].astype(np.float32)
+            collectives.allreduce([Vector(mine, "float32", "cpu", True)], out, "float32", Deadline(TIMEOUT_S), "sum")
+            right = np.sum([term.astype(np.float32).astype(np.float64) for term in terms], axis=0)
+            np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
+
+    run(size, do)

@@ -1,0 +1,113 @@
+"""Programs that torchrun has started, or whoever tells processes what torchrun does: stores and groups without MPI."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import HANGS_S, LONG_JOB_HANGS_S
+
+from kvmpi.benchmarks.netlab import NetLab, address_of
+from kvmpi.errors import UnsupportedError
+
+PROGRAMS = Path(__file__).parent / "programs"
+CHECKS = PROGRAMS / "torchrun_checks.py"
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**others: str) -> dict[str, str]:
+    """That of a shell, in which no launcher has left anything."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("KVMPI_") and k not in NAMES}
+    return {**plain, "OMP_NUM_THREADS": "1", **others}
+
+
+def started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def torchrun(num_ranks: int, program: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
+    done = subprocess.run(
+        [*command, str(program), *arguments], env=environment(), capture_output=True, text=True,
+        timeout=LONG_JOB_HANGS_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun_on_two_hosts(lab: NetLab, per_host: int, *arguments: str) -> str:
+    """Output of all ranks."""
+    meet = ["--nnodes=2", f"--nproc-per-node={per_host}", f"--master-addr={address_of(0)}", "--master-port=29500"]
+    hosts = []
+    for host in (0, 1):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--node-rank={host}", *meet, str(CHECKS), *arguments]
+        hosts.append(started(lab.command_on(host, command), environment()))
+    try:
+        outputs = [host.communicate(timeout=LONG_JOB_HANGS_S)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    return "".join(outputs)
+
+
+def by_hand(num_ranks: int, size: int, check: str, **others: str) -> list[tuple[int, str]]:
+    """Exit status and output of the first ranks of ``size``, which nobody ends when one of them does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **others}
+    command = [sys.executable, str(CHECKS), check]
+    environments = [environment(RANK=str(rank), **told) for rank in range(num_ranks)]
+    ranks = [started(command, each) for each in environments]
+    try:
+        outputs = [rank.communicate(timeout=HANGS_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def test_stores_of_three_ranks() -> None:
+    checks = ("sums", "gloo_beside", "training", "what_is_refused", "forks", "horovod")
+    assert torchrun(3, CHECKS, *checks).count("all checks passed") == 3
+
+
+def test_two_ranks_on_each_of_two_hosts() -> None:
+    try:
+        with NetLab(2, link=None) as lab:
+            output = torchrun_on_two_hosts(lab, 2, "sums", "training")
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    assert output.count("all checks passed") == 4, output
+
+
+def test_every_operation_of_torch_distributed() -> None:
+    pytest.importorskip("mpi4py")  # kvmpi.torch.c10d works without; that program makes errors of MPI's
+    assert torchrun(4, PROGRAMS / "c10d_checks.py", "4").count("all checks passed") == 4
+
+
+def test_a_rank_that_is_killed_is_named_by_the_others() -> None:
+    *others, last = by_hand(3, 3, "killed", KVMPI_TIMEOUT_S="4")
+    assert last[0] == -9, last
+    for status, output in others:
+        assert "MPI rank 2 of this client did not make the call within 4.0 s" in output, output
+        assert status == 0, output
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
+    (first, with_store), (second, without) = by_hand(2, 3, "absent")
+    assert "rank 0 of torchrun: the store at 127.0.0.1:" in with_store, with_store
+    assert "where all 3 meet: they were not there within 2.0 s" in with_store
+    assert "the job of 3 ranks of torchrun, on rank 1 of it: its rank 0, 2 did not come within 2.0 s" in without, (
+        without
+    )
+    assert (first, second) == (0, 0)
+
+
+def test_a_job_that_says_too_little_does_not_train_alone() -> None:
+    [(status, output)] = by_hand(1, 2, "no_port")
+    assert status == 0, output
