@@ -39,9 +39,9 @@ def make_client_the_world() -> None:
 
 
 def publish() -> None:
-    """Set what torch's ``env://`` reads, and torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_*.
+    """Set what torch's ``env://`` reads, and torchrun sets: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    And GROUP_RANK, the number of the host, by which frameworks tell hosts apart.
+    With others also LOCAL_* and GROUP_RANK, the number of the host, by which frameworks tell hosts apart.
 
     What is set already stays. Collective over the ranks that an MPI launcher started, unless all four are set.
 
@@ -63,15 +63,13 @@ def publish() -> None:
         port = os.environ.get("MASTER_PORT") or str(_serve(address, everybody_here, config.timeout_s))
     address, port = collectives.tell(f"{address} {port}".encode(), 0, deadline, label).decode().split(" ")
     comm.free()
-    found = {
-        "RANK": comm.rank,
-        "WORLD_SIZE": comm.size,
-        "LOCAL_RANK": local.index(comm.rank),
-        "LOCAL_WORLD_SIZE": len(local),
-        "GROUP_RANK": list(dict.fromkeys(hosts)).index(comm.host),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
+    found = {"RANK": comm.rank, "WORLD_SIZE": comm.size, "MASTER_ADDR": address, "MASTER_PORT": port}
+    if comm.size > 1:  # else a framework that is about to start others would think that somebody has done so
+        found |= {
+            "LOCAL_RANK": local.index(comm.rank),
+            "LOCAL_WORLD_SIZE": len(local),
+            "GROUP_RANK": list(dict.fromkeys(hosts)).index(comm.host),
+        }
     for name, value in found.items():
         os.environ.setdefault(name, str(value))
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from jobs import LONG_JOB_HANGS_S, run_job
 
+from kvmpi.collectives import mpi_comm
 from kvmpi.engine import Work
 from kvmpi.errors import ConfigError, KVTimeoutError
 from kvmpi.launchers import mpirun
@@ -138,6 +139,20 @@ def create(monkeypatch: pytest.MonkeyPatch) -> Any:
         return rendezvous.create_group(options, None)
 
     return call
+
+
+def test_whoever_is_alone_may_still_start_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning does not, where LOCAL_RANK tells that somebody else has."""
+    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    for name in (*mpi_comm._SIZE_VARIABLES, "PMIX_RANK", *RENDEZVOUS, *local):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    from kvmpi.torch import rendezvous
+
+    monkeypatch.setattr(rendezvous, "_store", None)
+    rendezvous.publish()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    assert not set(local) & set(os.environ)
 
 
 def test_several_clients_are_no_world(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
