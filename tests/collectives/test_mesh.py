@@ -125,6 +125,7 @@ def test_what_is_too_long_is_an_error_and_the_next_is_in_order(nbytes: int, late
     def do(comm: MeshComm) -> None:
         if comm.rank:
             finish(comm.isend(np.ones(nbytes, np.uint8), 0, 0), comm.isend(np.full(8, 2, np.uint8), 0, 0))
+            finish(comm.isend(np.full(8, 3, np.uint8), 0, 0))
             return
         time.sleep(0.1 if late else 0.0)
         into, then = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
@@ -134,6 +135,8 @@ def test_what_is_too_long_is_an_error_and_the_next_is_in_order(nbytes: int, late
         finish(following)
         assert not into.any()
         assert (then == 2).all()
+        finish(comm.irecv(then, 1, 0))
+        assert (then == 3).all()
 
     run(2, do)
 

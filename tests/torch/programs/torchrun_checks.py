@@ -83,14 +83,17 @@ def what_is_refused() -> None:
 
 def forks() -> None:
     """MPI forbids them; here there is none."""
-    with kvmpi.create("mpi") as kv, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kv.init("w", np.zeros(3, np.float32))
+    with kvmpi.create("mpi") as kv, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kv.init(99, np.zeros(3, np.float32))
+        model = torch.nn.Linear(2, 1)
+        kvmpi.torch.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), kv, model)  # would warn
         if not (pid := os.fork()):
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
+        assert not caught, [str(one.message) for one in caught]
         out = np.empty(3, np.float32)
-        kv.pushpull("w", np.ones(3, np.float32), out=out)
+        kv.pushpull(99, np.ones(3, np.float32), out=out)
         assert (out == SIZE).all()
     assert "mpi4py.MPI" not in sys.modules
 
