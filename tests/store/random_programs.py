@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 PER_JOB = 20
 SHAPES = ["-n 4 -c 2 -s 2", "-n 3 -c 1 -s 1", "-n 2 -c 1 -s 1", "-n 3", "-n 4", "-n 2 -c 2 -s 2 --replicas 1",
           "-n 3 -c 2 -s 2", "-n 4 -c 1 -s 2", "-n 1 -c 1 -s 2", "-n 3 -c 3 -s 1"]  # fmt: skip
+#: In a shape: its processes are started by torchrun, which knows no MPI.
+TORCHRUN = "torchrun"
 #: Shapes and dtypes, so that all ways are taken: with nothing, staged, shared, in several chunks, lent.
 SHAPES_OF_KEYS: list[tuple[int, ...]] = [
     (), (0,), (0, 4), (3, 0), (1,), (7, 3), (2, 3, 4), (33,), (257, 5), (1000,), (4097,), (5000, 3), (70_001,),
@@ -94,6 +96,8 @@ def store_types(shape: str) -> list[str]:
 def program(seed: int, shape: str) -> Program:
     rng = random.Random(f"program {seed}")
     settings: dict[str, Any] = {"allreduce": rng.choice(ALGORITHMS)}
+    if settings["allreduce"] == "mpi" and TORCHRUN in shape:
+        settings["allreduce"] = "auto"
     if rng.random() < 0.3:
         settings["bucket_bytes"] = rng.choice([1, 1000, 100_000])
     if rng.random() < 0.3:
@@ -156,13 +160,13 @@ def run(seeds: Sequence[int], shape: str, settings: dict[str, Any], *options: st
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
     env.update({f"KVMPI_{name.upper()}": str(value) for name, value in {"timeout_s": 60, **settings}.items()})
     with tempfile.TemporaryDirectory() as folder:
+        launcher = ["kvmpi", "run", *shape.split(), "--"]
+        if TORCHRUN in shape:
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={shape.split()[1]}"]
         command = [
             sys.executable,
             "-m",
-            "kvmpi",
-            "run",
-            *shape.split(),
-            "--",
+            *launcher,
             str(HERE / "programs" / "random_worker.py"),
             shape,
             folder,
@@ -217,7 +221,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--shape", help="of the job, instead of the seed's own: '-n 4 -c 2 -s 2'")
+    parser.add_argument("--shape", help="of the job, instead of the seed's own: '-n 4 -c 2 -s 2', or '-n 3 torchrun'")
     parser.add_argument("--reduce", action="store_true", help="make the program of --seed smaller")
     parser.add_argument("--keep", help="steps of the program to run")
     asked = parser.parse_args()
@@ -236,7 +240,7 @@ def main() -> int:
         except subprocess.TimeoutExpired as error:
             done = subprocess.CompletedProcess(error.cmd, 124, str(error.stdout), str(error.stderr) + "\nhangs")
         right = min((done.stdout.count(f"program {seed} right") for seed in of_job), default=0)
-        print(f"{of_job[0]}-{of_job[-1]} {shape} {settings}: {'failed' if failed(done) else 'right'}", flush=True)
+        print(f"{of_job[0]}-{of_job[-1]} {asked.shape or shape} {settings}: {'failed' if failed(done) else 'right'}", flush=True)
         if failed(done) or not right:
             bad += 1
             print(why(done), flush=True)

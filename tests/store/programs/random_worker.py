@@ -33,7 +33,7 @@ def main() -> None:
     if random_arrays.torch is not None:
         random_arrays.torch.set_num_threads(1)
         random_arrays.torch.sparse.check_sparse_tensor_invariants.disable()
-    me = int(os.environ["KVMPI_RANK"])
+    me = int(os.environ.get("KVMPI_RANK") or os.environ["RANK"])
     for seed in map(int, seeds.split(",")):
         made = random_programs.program(seed, shape)
         print(f"program {seed} begins", flush=True)
