@@ -37,6 +37,8 @@ class EmbeddedJob:
             config, num_servers=1, job_dir=self._folder, scheduler=f"ipc://{os.path.join(self._folder, 'scheduler')}"
         )
         self._context = new_context()
+        # Its store has heard all that it asked for when this ends, and there is nobody else.
+        self._context.linger_ms = 0
         # What each thread says first: that it listens, or why it cannot.
         self._news: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._daemons: tuple[ServerDaemon | SchedulerDaemon, ...] = ()

@@ -35,6 +35,8 @@ class Context(zmq.Context[_S_co]):
     """ZeroMQ's context, with what its sockets share: keys of the job, a gate for TCP, memory that peers can read."""
 
     config: Config = Config()
+    #: So long the end of a context waits for what its sockets had still to send when they were closed.
+    linger_ms = 1000
     _keys: JobKeys | None = None
     _gate: Gate | None = None
     _arena: Arena | None = None

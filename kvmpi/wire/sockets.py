@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Payload: TypeAlias = "npt.NDArray[Any]"
 #: Below this size a copy into the message is cheaper than to lend the buffer: when it is free again, a thread is woken.
 LEND_FROM_BYTES = 512 << 10
-_LINGER_MS = 1000
 # Plain ints: joining pyzmq's enumerations anew for every frame takes longer than sending a small one.
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 _LAST = int(zmq.NOBLOCK)
@@ -71,7 +70,7 @@ def probe_pause_s(timeout_s: float) -> int:
 
 def _open(context: Context[Any], kind: int, max_message_bytes: int, *, tcp: bool) -> zmq.Socket[Any]:
     opened: zmq.Socket[Any] = context.socket(kind)
-    opened.linger = _LINGER_MS
+    opened.linger = context.linger_ms
     opened.maxmsgsize = max_message_bytes
     opened.handshake_ivl = _milliseconds(context.config.handshake_s)
     # The window of the session bounds what is in flight; a second limit here could only drop or block.

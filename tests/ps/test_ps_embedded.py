@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,15 @@ def test_an_embedded_job_without_a_folder_for_sockets_says_what_it_wants(
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "read-only")])
     with pytest.raises(ConfigError, match=r"sockets \(No usable temporary directory found.*set TMPDIR"):
         EmbeddedJob(Config())
+
+
+def test_the_end_does_not_wait_for_what_was_for_a_thread_that_has_ended() -> None:
+    """Once a second was lost so now and then: the server's last word found the scheduler gone."""
+    job = EmbeddedJob(Config(heartbeat_s=0.02))
+    scheduler = job._daemons[1]
+    scheduler.stop()
+    job._threads[0].join(TIMEOUT_S)
+    time.sleep(0.3)  # in which the server says several times that it is there
+    began_s = time.monotonic()
+    job.close()
+    assert time.monotonic() - began_s < 0.9

@@ -240,7 +240,10 @@ def main() -> int:
         except subprocess.TimeoutExpired as error:
             done = subprocess.CompletedProcess(error.cmd, 124, str(error.stdout), str(error.stderr) + "\nhangs")
         right = min((done.stdout.count(f"program {seed} right") for seed in of_job), default=0)
-        print(f"{of_job[0]}-{of_job[-1]} {asked.shape or shape} {settings}: {'failed' if failed(done) else 'right'}", flush=True)
+        print(
+            f"{of_job[0]}-{of_job[-1]} {asked.shape or shape} {settings}: {'failed' if failed(done) else 'right'}",
+            flush=True,
+        )
         if failed(done) or not right:
             bad += 1
             print(why(done), flush=True)
