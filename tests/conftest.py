@@ -48,7 +48,7 @@ LONG = [
     "bench_jobs", "store_checkpoints", "launch_batch", "bench_train", "launch_kill_anywhere", "horovod", "mpi",
     "launch_run", "ps_lossy", "failures", "torch_interrupts", "joined_ranks", "bench_torch_operations", "ps_fuzz",
     "torch_streaming", "docs", "store_mistakes", "torch_random_trainings", "launch_questions", "launch_anywhere",
-    "plan_command", "agreement", "store_memory", "store_random_programs", "torch_frameworks", "launch_ipv6",
+    "plan_command", "agreement", "store_memory", "store_random_programs", "launch_ipv6",
     "wire_fuzz", "networks", "engine_serial", "examples_gpt", "launch_snapshots", "launch_adding", "examples_ddp",
     "trace_jobs", "kernels_gpu_source", "launch_temporary", "partitions", "chaos", "store_dropped", "bench_report",
     "ps_protocol_life",

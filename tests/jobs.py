@@ -15,6 +15,8 @@ from types import MappingProxyType
 HANGS_S = 240.0
 #: The same of jobs that check much one after the other; their calls may take less.
 LONG_JOB_HANGS_S = 900.0
+#: Runs several programs in each worker.
+IN_TURN = Path(__file__).with_name("in_turn.py")
 
 
 def run_job(
@@ -38,7 +40,7 @@ def run_in_turn(
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> subprocess.CompletedProcess[str]:
     """A job in which each worker runs several programs, as ``in_turn.py`` has them."""
-    return run_job(options, Path(__file__).with_name("in_turn.py"), *words, timeout_s=timeout_s, settings=settings)
+    return run_job(options, IN_TURN, *words, timeout_s=timeout_s, settings=settings)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = HANGS_S) -> None:

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import unittest
+import unittest.mock
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -69,7 +70,7 @@ def _instead_of_gloo(make: Any) -> Any:
     return call
 
 
-dist.new_group, dist.init_process_group = map(_instead_of_gloo, (dist.new_group, dist.init_process_group))
+OURS = {name: _instead_of_gloo(getattr(dist, name)) for name in ("new_group", "init_process_group")}
 
 
 def outcome_of(name: str) -> str:
@@ -103,7 +104,11 @@ def main() -> int:
         os.makedirs(os.path.join(folder, name), exist_ok=True)
     verdicts: Counter[str] = Counter()
     for number, name in enumerate(names):
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            unittest.mock.patch.multiple(dist, **OURS),
+        ):
             mine = outcome_of(name)
         if not mine.startswith("passed"):
             dist.distributed_c10d._world.pg_coalesce_state.clear()
@@ -126,5 +131,5 @@ def main() -> int:
     return int(verdicts["failed"] > 0)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__" and main():
+    sys.exit(1)

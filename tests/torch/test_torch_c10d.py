@@ -1,7 +1,9 @@
-"""The backend of torch.distributed: a job for each size runs ``programs/c10d_checks.py``; and what it refuses."""
+"""The backend of torch.distributed: jobs of ``programs/c10d_checks.py`` and of loops of others; and what it refuses."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jobs import LONG_JOB_HANGS_S, run_job
+from jobs import IN_TURN, LONG_JOB_HANGS_S, run_in_turn, run_job
 
 from kvmpi.collectives import mpi_comm
 from kvmpi.engine import Work
@@ -24,6 +26,13 @@ pytest.importorskip("mpi4py")
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CHECKS = Path(__file__).parent / "programs" / "c10d_checks.py"
+SUITE = (
+    "test_all_reduce_sum test_all_reduce_coalesced_product test_all_to_all_single_unequal_split test_scatter_checks "
+    "test_DistributedDataParallelCPU test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
+)
+HAS_EXPECTTEST, HAS_LIGHTNING, HAS_ACCELERATE = (
+    importlib.util.find_spec(name) is not None for name in ("expecttest", "lightning", "accelerate")
+)
 
 
 def output_of(command: list[str], env: dict[str, str], timeout_s: float = LONG_JOB_HANGS_S) -> str:
@@ -73,13 +82,41 @@ def test_alone_without_a_launcher() -> None:
     assert "all checks passed" in output_of([sys.executable, str(CHECKS), "1"], plain_environment())
 
 
+@functools.cache
+def two_workers() -> subprocess.CompletedProcess[str]:
+    """One job, since reading torch and its compiler takes longer than most of what it does."""
+    programs = list[list[object]]()  # the first finds the meeting place as it is, the last breaks MPI
+    if HAS_EXPECTTEST:
+        programs.append([CHECKS.parents[1] / "pytorch_suite.py", *SUITE.split()])
+    if HAS_LIGHTNING and HAS_ACCELERATE:
+        programs.append([CHECKS.with_name("frameworks.py"), 2])
+    programs.append([CHECKS, 2])
+    words = [word for program in programs for word in ("+", *program)]
+    return run_in_turn("-n 2", words[1:], timeout_s=LONG_JOB_HANGS_S)
+
+
 def test_two_workers_of_which_one_does_not_come() -> None:
-    job = run_job("-n 2", CHECKS, 2, timeout_s=LONG_JOB_HANGS_S)
+    """After what else the job has to do."""
+    job = two_workers()
     for worker in (0, 1):
         for line in ("all checks passed", "in time"):
             assert f"[worker {worker}] {line}" in job.stdout, job.stdout + job.stderr
     # A process that gave up on a peer does not wait for it in MPI_Finalize.
     assert job.returncode == 1, job.stdout + job.stderr
+
+
+@pytest.mark.skipif(not HAS_EXPECTTEST, reason="PyTorch's tests need expecttest")
+def test_a_part_of_pytorchs_own_tests() -> None:
+    """All of it, and what does not pass: docs/torch-distributed.md."""
+    job = two_workers()
+    for name in SUITE.split():
+        assert f"] {name}: passed\n" in job.stdout, job.stdout + job.stderr
+
+
+@pytest.mark.skipif(not (HAS_LIGHTNING and HAS_ACCELERATE), reason="needs Lightning and Accelerate")
+def test_loops_of_lightning_and_accelerate_train_as_one_process_does() -> None:
+    job = two_workers()
+    assert job.stdout.count("all train alike") == 2, job.stdout + job.stderr
 
 
 def test_ranks_in_a_call_hear_of_one_that_leaves() -> None:
@@ -89,33 +126,17 @@ def test_ranks_in_a_call_hear_of_one_that_leaves() -> None:
     assert job.returncode == 1, job.stderr  # theirs: they cannot end MPI in good order
 
 
-def test_ranks_may_leave_one_after_the_other() -> None:
-    job = run_job("-n 3", CHECKS.with_name("c10d_leaving.py"), "late")
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert sorted(job.stdout.splitlines()) == [f"[worker {rank}] in good order" for rank in range(3)]
-
-
-def test_three_ranks_under_mpirun(tmp_path: Path) -> None:
+def test_three_ranks_under_mpirun_that_may_leave_one_after_the_other(tmp_path: Path) -> None:
     found = mpirun.find(os.environ, 2)
     env = {
         **mpirun.clean(plain_environment()),
         **found.env(str(tmp_path), "", crowded=True, one_host=True),
         "OMP_NUM_THREADS": "1",
     }
-    output = output_of([*found.command(3, local=True), sys.executable, str(CHECKS), "3"], env)
-    assert output.count("all checks passed") == 3, output
-
-
-def test_a_part_of_pytorchs_own_tests() -> None:
-    """All of it, and what does not pass: docs/torch-distributed.md."""
-    names = (
-        "test_all_reduce_sum test_all_reduce_coalesced_product test_all_to_all_single_unequal_split "
-        "test_scatter_checks test_DistributedDataParallelCPU "
-        "test_accumulate_gradients_no_sync test_send_recv_any_source test_get_future"
-    )
-    job = run_job("-n 2", CHECKS.parents[1] / "pytorch_suite.py", *names.split(), timeout_s=LONG_JOB_HANGS_S)
-    assert job.returncode == 0, job.stdout + job.stderr
-    assert job.stdout.count(": passed") == 8, job.stdout
+    programs = [str(CHECKS), "3", "+", str(CHECKS.with_name("c10d_leaving.py")), "late"]
+    output = output_of([*found.command(3, local=True), sys.executable, str(IN_TURN), *programs], env)
+    for line in ("all checks passed", "in good order"):
+        assert output.count(line) == 3, output
 
 
 # ---- what is refused, in this process

@@ -1,6 +1,7 @@
 """Run by test_torch_c10d on 3 ranks: some leave a process group, by an error that they catch, or before the others.
 
-``early``: ranks that are in a call hear of it at once. ``late``: all of them end in good order.
+``early``: ranks that are in a call hear of it at once. ``late``: all of them end in good order, also after another
+program that has made process groups.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,18 +69,21 @@ def late(rank: int) -> None:
         group = dist.new_group()
         dist.all_reduce(torch.ones(3), group=group)
         dist.destroy_process_group(group)
+    board = dist.distributed_c10d._get_default_store()
     for last in (0, 2):
         group = dist.new_group()
         dist.all_reduce(torch.ones(3), group=group)
-        if rank == last:
-            time.sleep(4)  # as if it wrote a checkpoint
-        with within(3, "leaving"):
-            dist.destroy_process_group(group)
+        if rank == last:  # stays, as if it wrote a checkpoint: the others must not need it to leave
+            board.wait([f"{other} has left {last}" for other in range(3) if other != last], timedelta(seconds=20))
+        dist.destroy_process_group(group)
+        board.set(f"{rank} has left {last}", "yes")
     dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
     print("in good order", flush=True)
 
 
 if __name__ == "__main__":
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("kvmpi")
     {"early": early, "late": late}[sys.argv[1]](dist.get_rank())

@@ -1,4 +1,4 @@
-"""Run by test_torch_frameworks: loops of Lightning and Accelerate on kvmpi, against one process with all samples."""
+"""Run by test_torch_c10d: loops of Lightning and Accelerate on kvmpi, against one process with all samples."""
 
 from __future__ import annotations
 
@@ -140,6 +140,7 @@ def main() -> None:
     own, strategy = share(int(os.environ["RANK"]), size), DDPStrategy(process_group_backend="kvmpi")
     lightning(strategy, own, size, size, True, lambda optimizer, _: optimizer)
     assert torch.distributed.get_backend() == "kvmpi"
+    torch.distributed.destroy_process_group()
     print("all train alike", flush=True)
 
 
