@@ -16,7 +16,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 #: What each worker runs in the job of so many: starting torch takes longer than most of it.
 IN_TURN = {
-    2: [PROGRAMS / "digits.py", "--epochs", 4, "+", PROGRAMS / "horovod_gradients.py", 2],
+    2: [
+        *(PROGRAMS / "digits.py", "--epochs", 4, "+", PROGRAMS / "horovod_gradients.py", 2),
+        *("+", "KVMPI_BUCKET_BYTES=100", PROGRAMS / "horovod_checks.py", 2, "compiled"),
+    ],
     # Buckets so small that gradients leave in several.
     3: ["KVMPI_BUCKET_BYTES=100", PROGRAMS / "horovod_checks.py", 3, "+", PROGRAMS / "horovod_gradients.py", 3],
 }
@@ -43,6 +46,12 @@ def test_gradients_flow_through_the_operations(size: int) -> None:
     done = job(size)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all gradients agree") == size, done.stdout
+
+
+def test_a_compiler_meets_the_operations() -> None:
+    done = job(2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("] compiles\n") == 2, done.stdout
 
 
 def test_the_documented_loop() -> None:
