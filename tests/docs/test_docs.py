@@ -122,8 +122,12 @@ def is_said(part: str, known: str, pieces: int = 3) -> bool:
     """Whether ``part`` is in the code, or put together from pieces there that are not too short to mean anything."""
     if part in known:
         return True
-    cuts = range(5, len(part) - 4) if pieces > 1 else ()
-    return any(part[:cut] in known and is_said(part[cut:], known, pieces - 1) for cut in cuts)
+    for cut in range(5, len(part) - 4) if pieces > 1 else ():
+        if part[:cut] not in known:  # nor is what is longer
+            return False
+        if is_said(part[cut:], known, pieces - 1):
+            return True
+    return False
 
 
 def quotes(page: Path) -> list[str]:
