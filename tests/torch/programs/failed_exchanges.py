@@ -130,14 +130,16 @@ def weights_that_go_on(num_stopped: int) -> None:
         for _ in range(2):
             elastic.step()
         [center] = elastic.pull_center()
-        assert set((w + center).tolist()) == {1001.0}, f"from {(w + center).min()} to {(w + center).max()}"
+        assert torch.equal(w + center, torch.full_like(w, 1001.0)), f"from {(w + center).min()} to {(w + center).max()}"
     print(f"right: weights that go on, {num_stopped} stopped", flush=True)
 
 
 if __name__ == "__main__":
-    for kind, when in (("dist_sync", 4), ("dist_async", 4), ("dist_async", 8)):
-        for is_elastic in (True, False):
-            for steps_meanwhile in (0, 1):
-                check(kind, elastic=is_elastic, overlap=steps_meanwhile, failing=when)
+    for is_elastic in (True, False):
+        for steps_meanwhile in (0, 1):
+            check("dist_sync", elastic=is_elastic, overlap=steps_meanwhile, failing=4)
+            # Made up for by the next exchange, or, where that was the last one, at the end.
+            last = 8 if is_elastic == bool(steps_meanwhile) else 4
+            check("dist_async", elastic=is_elastic, overlap=steps_meanwhile, failing=last)
     for number in (1, 2):
         weights_that_go_on(number)
