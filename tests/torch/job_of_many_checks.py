@@ -1,4 +1,4 @@
-"""Run by test_torch_jobs: what needs several processes, as trainer, STORE/gradients, STORE/weights=CHECK,CHECK ..."""
+"""Run by test_torch_jobs: what needs several processes, as trainer, compiled, STORE/steps, STORE/weights=CHECK ..."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shares(store: str, names: list[str]) -> None:
     os.environ["KVMPI_SHARDED_UPDATE"] = "on"
     with unittest.mock.patch("kvmpi.torch.gradients.DIRECT_BYTES", 100):
         weights(store, names)
-    steps(store, ["as_one_process", "uneven_batches", "resumed"])
+    steps(store, ["some_as_one_process", "uneven_batches", "resumed"])
     del os.environ["KVMPI_SHARDED_UPDATE"]
 
 
@@ -70,8 +70,8 @@ def main() -> None:
     for argument in sys.argv[1:]:
         what, _, names = argument.partition("=")
         store, _, group = what.rpartition("/")
-        if group == "trainer":
-            trainer_checks.main()
+        if group in ("trainer", "compiled"):
+            {"trainer": trainer_checks.main, "compiled": trainer_checks.compiled}[group]()
         else:
             run = {
                 "gradients": gradients,

@@ -48,9 +48,11 @@ from kvmpi.torch import DiLoCo, DistributedOptimizer, Trainer
 
 
 def every_loop(kv: kvmpi.KVStore) -> None:
+    """A backward pass inside another one, for which torch reads its compiler, is the same with servers."""
+    inner = (loops.checkpointed(True),) if kv.type == "mpi" else ()
     for loop in (plain_steps, loops.gradients_in_place, loops.zeroed_by_the_model, loops.schedules, loops.accumulation,
                  loops.accumulation_that_exchanges, loops.only_without_sync, loops.clipping, loops.closures,
-                 loops.scaled, loops.checkpointed(False), loops.checkpointed(True), loops.set_by_hand,
+                 loops.scaled, loops.checkpointed(False), *inner, loops.set_by_hand,
                  loops.all_by_hand, loops.one_has_failed):  # fmt: skip
         same_in_all(kv, loop)
     same_in_all(kv, plain_steps, optimizer=adamw, parameters_only=True, overlap=False)

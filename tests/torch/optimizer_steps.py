@@ -137,17 +137,28 @@ EVERY_LOOP = (
 )  # fmt: skip
 
 
-def as_one_process(store: str) -> None:
+#: Those that tell something of where weights are updated: in a server, or in the worker that has a share.
+SOME_LOOPS = (
+    plain_steps, loops.schedules, loops.accumulation, loops.clipping, loops.scaled, zeroed_by_hand, left_out,
+    loops.set_by_hand, loops.one_has_failed,
+)  # fmt: skip
+
+
+def as_one_process(store: str, chosen: Any = EVERY_LOOP) -> None:
     """One client: whatever a loop does with its gradients, also by default of those that overlap or are large."""
     for number, loop in enumerate(EVERY_LOOP):
+        if loop not in chosen:
+            continue
         with kvmpi.create(store) as kv:
             options: dict[str, Any] = {"push": "step", "update_on_kvstore": True, "overlap": bool(number % 2)}
             same_in_all(kv, loop, parameters_only=number % 3 == 0, **options)
-    for update in (None, True):
-        with kvmpi.create(store) as kv:  # where gradients come back it makes no difference
-            if update is None and (kv.is_capable("async") or kv.num_clients > 1):
-                continue
-            same_in_all(kv, loops.clipping, push="step", update_on_kvstore=update)
+    with kvmpi.create(store) as kv:
+        if not kv.is_capable("async") and kv.num_clients == 1:  # where gradients come back it makes no difference
+            same_in_all(kv, loops.clipping, push="step")
+
+
+def some_as_one_process(store: str) -> None:
+    as_one_process(store, SOME_LOOPS)
 
 
 def models_as_in_one_process(store: str) -> None:
@@ -513,6 +524,7 @@ def buffers(store: str) -> None:
 
 
 CHECKS = (
-    as_one_process, models_as_in_one_process, groups_of_parameters, each_client_by_itself, overflows,
-    without_a_batch, agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks, buffers,
+    as_one_process, some_as_one_process, models_as_in_one_process, groups_of_parameters, each_client_by_itself,
+    overflows, without_a_batch, agreed_to_leave_out, uneven_batches, resumed, asynchronous, too_late, two_networks,
+    buffers,
 )  # fmt: skip

@@ -270,13 +270,17 @@ READERS = {
 
 def whoever_reads_waits(store: str) -> None:
     """Weights are read while another worker is late: what is found is what comes. Who only looks at them goes on."""
-    for name, read in READERS.items():
-        with training(store) as (kv, model, optimizer):
-            kind = type(model[2].weight)
-            for step in range(2):
+    with training(store) as (kv, model, optimizer):
+        kind = type(model[2].weight)
+        # A compiler takes longer to read than all else takes, and does not know where weights come from.
+        compiler = kv.type == "mpi" and not kv.sharded_update
+        for name, read in READERS.items():
+            if name == "compiled" and not compiler:
+                continue
+            for late_s in (0.0, 0.1):
                 optimizer.zero_grad()
-                time.sleep(0.1 if kv.rank == kv.num_workers - 1 else 0.0)
-                loss_of(model, [shard(step, kv.rank)]).backward()
+                time.sleep(late_s if kv.rank == kv.num_workers - 1 else 0.0)
+                loss_of(model, [shard(int(late_s > 0), kv.rank)]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 assert model[2].weight.grad is None
@@ -380,16 +384,16 @@ def compiled(store: str) -> None:
 
     def in_place(seed: int) -> Any:
         model = Own(seed)
-        model.compile(backend="aot_eager")
+        model.compile(backend="eager")
         return model
 
     def inside(seed: int) -> Any:
         model = mlp(seed)
-        model[2] = torch.compile(model[2], backend="aot_eager")
+        model[2] = torch.compile(model[2], backend="eager")
         return model
 
     def afterwards(model: Any, optimizer: Any, shards: Any) -> None:
-        plain_steps(torch.compile(model, backend="aot_eager"), optimizer, shards)
+        plain_steps(torch.compile(model, backend="eager"), optimizer, shards)
 
     from torch._dynamo.utils import counters  # with the compiler, which takes longer to load than all of torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,10 @@ def plain_torch(batches: Sequence[int] = [STEPS] * NUM_WORKERS) -> nn.Module:
     model = make_model(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     for step in range(max(batches)):
-        parts = [samples(step, rank) for rank in range(NUM_WORKERS) if batches[rank] > step]
+        parts = [samples(step, rank) for rank in range(len(batches)) if batches[rank] > step]
         backward(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
         for p in model.parameters():
-            p.grad /= NUM_WORKERS * BATCH
+            p.grad /= len(batches) * BATCH
         optimizer.step()
     return model
 
@@ -74,20 +74,20 @@ def compiled_together(store: str, update: bool) -> None:
         @torch.compile(backend="eager")
         def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             backward(model, x, y)
-            trainer.step(NUM_WORKERS * BATCH)
+            trainer.step(kv.num_workers * BATCH)
             rank = torch.full((1,), kv.rank + 1.0)
             count = torch.ones(1)
             work = kv.client.pushpull("count", count, async_op=True)
             work.wait()
             kv.client.pushpull("loss", rank)
             kv.barrier()
-            return rank / count if kv.any(kv.rank == 3) else rank
+            return rank / count if kv.any(kv.rank == kv.num_workers - 1) else rank
 
-        ranks = [kv.rank] if kv.mpi_size == 1 else [kv.rank // 2 * 2, kv.rank // 2 * 2 + 1]
+        ranks = [kv.rank] if kv.mpi_size == 1 else range(kv.num_workers)
         with compiler_keeps_out():
             for step in range(STEPS):
                 assert train(*samples(step, kv.rank)).item() == sum(ranks) / len(ranks) + 1
-        difference = (flat(model.parameters()) - flat(plain_torch().parameters())).abs().max()
+        difference = (flat(model.parameters()) - flat(plain_torch([STEPS] * kv.num_workers).parameters())).abs().max()
         assert difference < 1e-6, f"{store}, update_on_kvstore={update}: {difference}"
 
 
@@ -310,27 +310,44 @@ def unmodified_ddp_over_a_store(store: str) -> None:
         assert torch.distributed.get_rank() == kv.mpi_rank
         assert torch.distributed.get_world_size() == kv.mpi_size
         # Clients begin alike, the workers of one need not.
-        model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank), bucket_cap_mb=1e-4)
-        model.register_comm_hook(None, ddp_comm_hook(kv))
-        another = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank))
-        another.register_comm_hook(None, ddp_comm_hook(kv))
-
-        def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
-            backward(model, x, y)
-            optimizer.step()
-
-        for each, how in ((model, train), (another, torch.compile(train, backend="eager"))):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.2 / BATCH, momentum=0.9)
-            with compiler_keeps_out():
-                for step in range(STEPS):
-                    how(each, optimizer, *samples(step, kv.rank))
-            difference = (flat(each.parameters()) - flat(plain_torch().parameters())).abs().max()
-            assert difference < 1e-6, f"{store} under DDP: {difference}"
+        for _ in range(2):
+            model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank), bucket_cap_mb=1e-4)
+            model.register_comm_hook(None, ddp_comm_hook(kv))
+            trained_by_ddp(kv, model)
         assert {key.partition(".")[0] for key in kv.keys} == {"ddp", "ddp2"}
         for view in (False, True):
             layers_of_one_client(kv, gradient_as_bucket_view=view)
         what_is_left_of_unused_layers(kv)
         what_is_left_in_other_buckets(kv)
+    torch.distributed.destroy_process_group()
+
+
+def trained_by_ddp(kv: kvmpi.KVStore, model: nn.Module, wrap: Callable[[Any], Any] = lambda train: train) -> None:
+    """``wrap`` gets the function that does a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / BATCH, momentum=0.9)
+
+    def train(x: torch.Tensor, y: torch.Tensor) -> None:
+        backward(model, x, y)
+        optimizer.step()
+
+    step_of = wrap(train)
+    for step in range(STEPS):
+        step_of(*samples(step, kv.rank))
+    difference = (flat(model.parameters()) - flat(plain_torch([STEPS] * kv.num_workers).parameters())).abs().max()
+    assert difference < 1e-6, f"{kv.type} under DDP: {difference}"
+
+
+def compiled_ddp_over_a_store(store: str) -> None:
+    """A step in one function that is compiled, with the hook that calls the store."""
+    from kvmpi.torch import c10d
+
+    c10d.make_client_the_world()
+    torch.distributed.init_process_group("kvmpi")
+    with kvmpi.create(store) as kv:
+        model = nn.parallel.DistributedDataParallel(make_model(seed=kv.mpi_rank))
+        model.register_comm_hook(None, ddp_comm_hook(kv))
+        with compiler_keeps_out():
+            trained_by_ddp(kv, model, torch.compile(backend="eager"))
     torch.distributed.destroy_process_group()
 
 
@@ -476,8 +493,6 @@ def main() -> None:
         diloco_that_averages(store)
         halves_of_a_step(store)
         converted(store)
-    compiled_together("dist_sync_mpi", update=True)
-    compiled_together("dist_sync", update=False)
     uneven_batches("dist_sync_mpi", [1, 5, 4, 2])
     uneven_batches("dist_sync_mpi", [0, 4, 2, 0])
     for store in ("dist_sync", "dist_sync_mpi", "dist_async_mpi", "dist_ssp"):
@@ -492,3 +507,10 @@ def main() -> None:
         rows_of_others(store)
     states_of_one_worker("dist_sync_mpi", Path(os.environ["KVMPI_JOB_DIR"]))
     unmodified_ddp_over_a_store("dist_sync_mpi")
+
+
+def compiled() -> None:
+    """In a job of any shape that has servers: reading the compiler takes each worker longer than all of the above."""
+    compiled_together("dist_sync_mpi", update=True)
+    compiled_together("dist_sync", update=False)
+    compiled_ddp_over_a_store("dist_sync_mpi")
