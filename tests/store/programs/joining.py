@@ -1,11 +1,12 @@
 """Workers with fewer batches join: sums, means and values are right to the last batch of the last worker.
 
-    joining.py FOLDER TYPE...
+    joining.py FOLDER TURNS TYPE...
 
-Every check runs for several ways to share the batches out. Each push depends on worker, step and element, so that one
-that is lost, counted twice or in a wrong step shows.
+Every check runs for several ways to share the batches out, those of TURNS. Each push depends on worker, step and
+element, so that one that is lost, counted twice or in a wrong step shows.
 """
 
+import functools
 import os
 import sys
 import time
@@ -34,21 +35,29 @@ def batches(n, turn):
     return [[0] + [3] * (n - 1), [4] * (n - 1) + [1], [2 * r + 1 for r in range(n)], even_odd][turn]
 
 
+@functools.cache  # to draw them and to add them up is most of what a worker would do
 def data(rank, step, i):
     """Small whole numbers: their sums are exact in every dtype."""
     count = int(np.prod(KEYS[i][1], dtype=int))
-    return np.random.default_rng([11, rank, step, i]).integers(0, 9, count)
+    drawn = np.random.default_rng([11, rank, step, i]).integers(0, 9, count, "int32")
+    drawn.flags.writeable = False  # it is what sums are compared with, too
+    return drawn
 
 
 def array(values, i):
     _, shape, dtype = KEYS[i]
     if dtype == "bfloat16":
         return torch.tensor(values, dtype=torch.bfloat16).reshape(shape)
-    return np.asarray(values, dtype).reshape(shape)
+    return np.array(values, dtype).reshape(shape)
 
 
 def sums(counts, step, i):
-    return sum((data(r, step, i) for r in range(len(counts)) if counts[r] > step), np.zeros((), int))
+    return sum_of(tuple(r for r in range(len(counts)) if counts[r] > step), step, i)
+
+
+@functools.cache
+def sum_of(left, step, i):
+    return sum((data(r, step, i) for r in left), np.zeros((), "int32"))
 
 
 def check(found, expected, *what):
@@ -222,8 +231,8 @@ def islands(name, turn):
         inner.pull("g", out)
 
 
-for name in sys.argv[2:]:
-    for turn in range(4):
+for name in sys.argv[3:]:
+    for turn in map(int, sys.argv[2]):
         if not name.startswith("dist_async"):
             synchronous(name, turn)
             ahead(name, turn)
