@@ -26,7 +26,7 @@ from kvmpi.errors import (
 )
 from kvmpi.store.repeats import kept_for_late_ranks
 
-SEED, STEPS, TIMEOUT_S = 23, 90, 20
+SEED, STEPS, TIMEOUT_S = 23, 45, 20
 #: Importing torch takes longer than all the rest.
 WITH_TORCH = int(os.environ["KVMPI_NUM_WORKERS"]) == 2
 if WITH_TORCH:
