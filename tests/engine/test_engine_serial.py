@@ -13,7 +13,7 @@ from engine_helpers import TIMEOUT_S, Finisher
 
 from kvmpi.engine import Engine, Work
 
-NUM_OPS = 10_000
+NUM_OPS = 5_000
 NUM_VARIABLES = 100
 MODULUS = (1 << 61) - 1
 ENGINES = [("naive", 1), ("threaded", 1), ("threaded", 2), ("threaded", 8)]
@@ -44,7 +44,7 @@ def program(seed: int) -> tuple[Program, list[int]]:
 
 
 @pytest.mark.parametrize(("kind", "num_threads"), ENGINES)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_program_equals_serial_run(
     new_engine: Callable[..., Engine], seed: int, kind: str, num_threads: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_mix_of_all_lanes_and_returned_works_equals_serial_run(
             lambda args=args: run(*args), [variables[i] for i in reads], [variables[write]], lane, rng.randint(-9, 9)
         )
         works.append(work)
-        if rng.random() < 0.001:
+        if rng.random() < 0.002:
             rng.choice(works).wait(TIMEOUT_S)
     engine.wait_all(TIMEOUT_S)
     assert all(work.done() for work in works)

@@ -12,7 +12,7 @@ from kvmpi.wire import MAX_HEADER_BYTES, Message, decode, encode
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_header_says_again_what_it_said_and_damaged_it_is_a_message_or_an_error(
     kind: type[Message], data: st.DataObject
