@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 try:
+    if "--without-torch" in sys.argv:  # importing it takes longer than all that a worker does with it
+        raise ImportError
     import torch
 except ImportError:
     torch = None  # type: ignore[assignment]

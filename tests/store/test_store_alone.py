@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import os
 import pickle
 import signal
@@ -210,6 +211,9 @@ def test_the_store_owns_its_copy(any_store):
     np.testing.assert_array_equal(gradient, np.full((2, 3), -1, "f4"))
 
 
+gradient_of = functools.cache(array)  # to draw a large one takes longer than to push it
+
+
 @pytest.mark.parametrize("memory", ["private", "of the store", "seen through a read-only view"])
 @pytest.mark.parametrize("count", [1, 70_000, 1_500_000])
 def test_buffers_are_free_when_a_call_returns(any_store, count, memory):
@@ -219,7 +223,7 @@ def test_buffers_are_free_when_a_call_returns(any_store, count, memory):
     pushed = buffer.view()
     pushed.flags.writeable = "read-only" not in memory
     for i in range(4):
-        buffer[...] = array(i, count)
+        buffer[...] = gradient_of(i, count)
         total = total + buffer if "async" in any_store.type else buffer.astype("f8")
         any_store.push("w", pushed)
         buffer[...] = np.nan

@@ -1,6 +1,6 @@
 """Carries random programs out on one worker, and compares every array with the model.
 
-random_worker.py SHAPE FOLDER SEED,SEED,... [--keep STEP,STEP,...]
+random_worker.py SHAPE FOLDER SEED,SEED,... [--keep STEP,STEP,... | --without-torch]
 """
 
 from __future__ import annotations
