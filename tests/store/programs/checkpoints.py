@@ -150,14 +150,14 @@ def slowly(do):
     """A disk that takes longer than a call may."""
 
     def later(*args, **options):
-        time.sleep(12 * (r == 0))
+        time.sleep(6.5 * (r == 0))
         return do(*args, **options)
 
     return later
 
 
 if name == "dist_sync_mpi":  # whose workers wait for each other, and whose clients do
-    with kvmpi.create(name, timeout_s=10) as kv:
+    with kvmpi.create(name, timeout_s=5) as kv:
         saving.SLOWEST_BYTES_PER_S = 4 * COUNT / 20
         kv.init("w", index)
         checkpoint.write = slowly(write)

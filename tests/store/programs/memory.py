@@ -1,4 +1,4 @@
-"""256 MB of keys: prints how far the peak memory of workers and servers grew beyond the arrays of the program."""
+"""192 MiB of keys: prints how far the peak memory of workers and servers grew beyond the arrays of the program."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ import numpy as np
 
 import kvmpi
 
-KEYS, COUNT = 16, 4 << 20  # 16 keys of 16 MiB
+KEYS, COUNT = 12, 4 << 20  # 12 keys of 16 MiB
 
 
 def peak_bytes(pid="self"):
