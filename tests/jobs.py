@@ -44,11 +44,18 @@ def run_in_turn(
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = HANGS_S) -> None:
-    """Look until something is so; ``what`` is said if it does not come in time."""
+    """Look until something is so; ``what`` is said if it does not come in time.
+
+    A look that takes long, as one at all processes does, is taken less often: what is waited for needs the processor.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.01)
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
+        ended = time.monotonic()
+        assert ended < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(min(max(0.01, 10 * (ended - began)), 0.1))
 
 
 def await_lines(job: subprocess.Popen[str], count: int, end: str, timeout_s: float = HANGS_S) -> None:
@@ -77,13 +84,15 @@ def is_mpirun(pid: int) -> bool:
 def environs_with(mark: str) -> dict[int, dict[str, str]]:
     """The environment of every living process in which ``mark``, ``NAME=VALUE``, stands, by pid."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            environ = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            with open(f"/proc/{name}/environ", "rb") as file:
+                text = file.read()
         except OSError:
             continue
+        if mark.encode() not in text:
+            continue
+        environ = text.decode(errors="replace").split("\0")
         if mark in environ:
-            found[int(entry.name)] = dict(item.split("=", 1) for item in environ if "=" in item)
+            found[int(name)] = dict(item.split("=", 1) for item in environ if "=" in item)
     return found

@@ -18,24 +18,27 @@ from kvmpi.benchmarks.netlab import NetLab
 from kvmpi.errors import UnsupportedError
 
 LAUNCHER = str(Path(__file__).with_name("launcher_under_test.py"))
+HASTY_LAUNCHER = str(Path(__file__).with_name("hasty_launcher.py"))
 
 
 class LaunchedJob:
-    """A running ``kvmpi run``; scheduler and servers are stand-ins unless it is ``whole``.
+    """A running ``kvmpi run``; scheduler and servers are stand-ins unless it is ``whole``, or ``hasty`` and so whole.
 
     A mark in the environment finds everything it starts, the watchdog included.
     """
 
     def __init__(
-        self, folder: Path, args: list[str], env: dict[str, str], whole: bool = False, **popen: object
-    ) -> None:
+        self, folder: Path, args: list[str], env: dict[str, str], whole: bool = False, hasty: bool = False,
+        **popen: object,
+    ) -> None:  # fmt: skip
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.folder = folder
 
         name, value = self.mark.split("=")
         inherited = {n: v for n, v in os.environ.items() if not n.startswith("KVMPI_") or n == "KVMPI_MPIRUN"}
+        launcher = [HASTY_LAUNCHER] if hasty else ["-m", "kvmpi", "run"] if whole else [LAUNCHER]
         self.process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, *(["-m", "kvmpi", "run"] if whole else [LAUNCHER]), *args],
+            [sys.executable, *launcher, *args],
             env={**inherited, name: value, **env},
             cwd=folder,
             text=True,
