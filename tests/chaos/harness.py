@@ -23,6 +23,7 @@ from kvmpi.errors import ConfigError
 from kvmpi.ps import scheduler_file
 
 TRAINING = Path(__file__).with_name("training.py")
+#: All of these are killed, in an order that the seed says, before one comes again.
 ROLES = ("server", "worker", "server", "master", "scheduler")
 
 
@@ -57,6 +58,7 @@ class Chaos:
 
     def __init__(self, seed: int, kills: int, *, store_type: str = "dist_sync_mpi", nbytes: int = 1 << 20) -> None:
         self._choose, self._kills = random.Random(seed), kills
+        self._roles: list[str] = []  # whose turn is still to come
         self._store_type, self._nbytes = store_type, nbytes
         self._mark = f"CHAOS_MARK={uuid.uuid4().hex}"
         self._folders: set[Path] = set()
@@ -77,7 +79,7 @@ class Chaos:
                             self._folders |= {Path("/dev/shm", f"kvmpi-{environ['KVMPI_JOB_ID']}")}
                     for _ in range(self._kills):
                         self._kill_one(notes, report, job)
-                    finish(notes, 50)
+                    finish(notes, 20)
                     report.status = job.wait(timeout_s)
                 finally:
                     job.kill()
@@ -99,12 +101,14 @@ class Chaos:
 
     def _kill_one(self, notes: Path, report: Report, job: subprocess.Popen[bytes]) -> None:
         time.sleep(self._choose.uniform(0.05, 0.6))
-        role = self._choose.choice(ROLES)
+        self._roles = self._roles or self._choose.sample(ROLES, len(ROLES))
+        role = self._roles.pop()
         if role == "server":
             # One replica bears one server's death at a time.
             self._wait(self._is_healthy, 60.0, job)
         victims = self._victims(role)
         if not victims:
+            self._roles.append(role)
             return self._kill_one(notes, report, job)
         before, started_s = steps_of(notes), time.monotonic()
         os.kill(self._choose.choice(victims), signal.SIGKILL)
@@ -168,4 +172,4 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, ended: Callable[[]
         over = ended()
         if over or time.monotonic() > deadline:
             raise TimeoutError("the job has ended" if over else "the job does not get on")
-        time.sleep(0.01)
+        time.sleep(0.02)

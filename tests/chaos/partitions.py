@@ -104,7 +104,7 @@ class Partitions:
                     wait_for(lambda: min(steps_of(folder)) > 3, 60.0, job.look)
                     for i in range(self._count):
                         self._cut_one(job, self._faults[i % len(self._faults)], report)
-                    finish(folder, 50)
+                    finish(folder, 20)
                     wait_for(job.look, timeout_s)
                     report.status = job.stop() if not job.broken else 1
                     report.left = job.left_files()

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 import kvmpi
+from kvmpi.collectives import probing
 
 COUNT, ROUNDS = 50_000, 9
 
@@ -22,6 +23,8 @@ def pushed(rank: int, step: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    # Pauses are short here: of what nobody sends over, all is probed every second, and is found at once.
+    probing.PAUSE_S, probing._SELDOM_S = 1, probing._SOON_S
     store_type, pause_s, pauses = sys.argv[1], float(sys.argv[2]), [int(word) for word in sys.argv[3].split(",")]
     with kvmpi.create(store_type) as kv:
         kv.init("w", np.zeros(COUNT, "f4"))

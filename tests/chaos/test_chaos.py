@@ -12,7 +12,7 @@ from chaos.harness import ROLES, Chaos
 
 def test_a_job_survives_kills_of_all_its_processes() -> None:
     """``python tests/chaos`` does it longer."""
-    report = Chaos(seed=5, kills=8).run()
+    report = Chaos(seed=5, kills=len(ROLES), nbytes=1 << 18).run()
     assert report.is_right, f"{report}\n{report.left}\n{report.output}"
     assert set(report.killed) == set(ROLES), f"somebody was spared: {report}"
     print(report)

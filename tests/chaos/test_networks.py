@@ -20,14 +20,14 @@ from kvmpi.benchmarks.netlab import PRIVATE, NetLab
 from kvmpi.errors import UnsupportedError
 
 PAUSING = Path(__file__).with_name("pausing.py")
-#: A connection without traffic is probed every two seconds; what is sent and not confirmed for so long ends it.
-HEARTBEAT_TIMEOUT_S = 8
+#: A connection without traffic is probed every second; what is sent and not confirmed for so long ends it.
+HEARTBEAT_TIMEOUT_S = 4
 SETTINGS = {
     "KVMPI_HEARTBEAT_TIMEOUT_S": str(HEARTBEAT_TIMEOUT_S), "KVMPI_RETRY_S": "2", "KVMPI_TIMEOUT_S": "60",
-    "PRTE_MCA_oob_tcp_keepalive_time": "2", "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
+    "PRTE_MCA_oob_tcp_keepalive_time": "1", "PRTE_MCA_oob_tcp_keepalive_intvl": "1",
 }  # fmt: skip
-#: After so long a firewall forgets a connection, and so long a job pauses. Rings and MPI are probed every five seconds.
-IDLE_S, PAUSE_S = 9.0, 13.0
+#: After so long a firewall forgets a connection, and so long a job pauses. Rings and MPI are probed every second, too.
+IDLE_S, PAUSE_S = 4.0, 6.0
 
 
 @pytest.fixture

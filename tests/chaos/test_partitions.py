@@ -20,7 +20,7 @@ FAULTS = (("server", "apart", True), ("client", "in", False), ("scheduler", "out
 def test_a_job_survives_partitions_of_its_hosts() -> None:
     """``python tests/chaos --partitions 30`` does it longer, and with longer ones."""
     try:
-        report = Partitions(3, len(FAULTS), short_s=1.0, timeout_s=3.0, long_s=4.5, faults=FAULTS).run()
+        report = Partitions(3, len(FAULTS), short_s=1.0, timeout_s=3.0, long_s=4.5, nbytes=1 << 18, faults=FAULTS).run()
     except (UnsupportedError, ConfigError) as error:
         pytest.skip(f"no hosts, or no MPI: {error}")
     assert report.is_right, f"{report}\n{report.idle}\n{report.left}\n{report.output}"

@@ -41,7 +41,7 @@ with kvmpi.create(store_type) as kv:
                 store.pushpull(key, pushed(kv.rank, step, counts[key]), outs[key])
         rounds = step + 1
         os.pwrite(note, b"%10d" % rounds, 0)
-        time.sleep(0.002)
+        time.sleep(0.02)
     if "softsync" in store_type:  # or the last pushes wait for others that never come
         for store in (kv, numbered):
             store.join()
