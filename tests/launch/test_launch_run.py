@@ -18,7 +18,7 @@ from jobs import HANGS_S
 from test_launch_hosts import needs_root
 
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import command, mpirun
+from kvmpi.launchers import command, limits, mpirun
 from kvmpi.launchers.output import last_words
 
 try:
@@ -223,7 +223,7 @@ def test_a_job_that_may_have_too_few_descriptors_says_what_helps(write, tmp_path
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("words", "option"), [
+LAST_WORDS = [
     ("Too many open files (src/epoll.cpp:38)", "ulimit -n"),
     ("Resource temporarily unavailable (src/thread.cpp:241)", "ulimit -u"),
     ("RuntimeError: can't start new thread", "ulimit -u"), ("MemoryError", "ulimit -v"),
@@ -231,7 +231,15 @@ def test_a_job_that_may_have_too_few_descriptors_says_what_helps(write, tmp_path
     ("  Error:             Argument list too long", "put them into a file"),
     ("OSError: [Errno 27] File too large", "ulimit -f"),
     ("bdb.BdbQuit", "debugger"), ("EOFError: EOF when reading a line", "standard input"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "option"), LAST_WORDS)
+def test_last_words_tell_of_a_limit(words, option):
+    assert option in limits.advice([b"", words.encode()])
+
+
+@pytest.mark.parametrize(("words", "option"), [LAST_WORDS[0], LAST_WORDS[-1]])
 def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, option):
     write("prog.py", f"import sys\nsys.exit({words!r})\n")
     job = launch("-n", "1", "-s", "1", "prog.py")
@@ -241,7 +249,7 @@ def test_last_words_that_tell_of_a_limit_are_explained(launch, write, words, opt
 
 
 @pytest.mark.parametrize(("limit", "program", "number"), [
-    ("-St 3", "while True: pass", signal.SIGXCPU), ("-t 3", "while True: pass", signal.SIGKILL),
+    ("-St 1", "while True: pass", signal.SIGXCPU), ("-t 1", "while True: pass", signal.SIGKILL),
     ("-f 1", "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL); "
              "open('large', 'wb').write(bytes(1 << 20))", signal.SIGXFSZ),
 ])  # fmt: skip

@@ -166,9 +166,10 @@ def test_a_killed_worker_is_in_the_picture(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["t.json"]
 
 
-def test_a_job_that_stands_still_says_why() -> None:
+def test_a_job_that_stands_still_says_why(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVMPI_")}
-    command = [sys.executable, "-m", "kvmpi", "run", "-n", "4", "-c", "2", "-s", "2", str(PROGRAMS / "stall.py"), "6"]
+    go_on, program = tmp_path / "go on", str(PROGRAMS / "stall.py")
+    command = [sys.executable, "-m", "kvmpi", "run", "-n", "4", "-c", "2", "-s", "2", program, str(go_on)]
     process = subprocess.Popen(
         command, env={**env, "KVMPI_STALL_S": "0.5"}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -184,6 +185,8 @@ def test_a_job_that_stands_still_says_why() -> None:
         )
         wait_for(lambda: all(name in "".join(lines) for name in names), "reports of the wait")
         process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: sum("thread MainThread (most" in line for line in [*lines]) >= 6, "answers")
+        go_on.touch()
         assert process.wait(60) == 0
     finally:
         process.kill()

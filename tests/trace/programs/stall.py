@@ -1,11 +1,16 @@
-"""Worker 3 comes late to a push, in a call that Python cannot interrupt; worker 0 has its own handler for SIGUSR1."""
+"""Worker 3 comes late to a push, in a call that Python cannot interrupt; worker 0 has its own handler for SIGUSR1.
+
+stall.py FILE: the call ends when there is such a file.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -14,11 +19,21 @@ import kvmpi
 COUNT = 100_000
 
 
-def long_call(seconds: float) -> None:
-    begin = time.monotonic()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
-    number = int(200_000 * seconds / (time.monotonic() - begin))
-    hashlib.pbkdf2_hmac("sha256", b"", b"", number)
+def long_call(file: Path) -> None:
+    """Waits for a lock of the system's: signals do not end that, as they end a sleep."""
+    libc, lock, is_held = ctypes.CDLL(None), ctypes.create_string_buffer(128), threading.Event()
+
+    def hold() -> None:
+        libc.pthread_mutex_lock(lock)
+        is_held.set()
+        until_s = time.monotonic() + 60.0
+        while not file.exists() and time.monotonic() < until_s:
+            time.sleep(0.02)
+        libc.pthread_mutex_unlock(lock)
+
+    threading.Thread(target=hold).start()
+    is_held.wait()
+    libc.pthread_mutex_lock(lock)
 
 
 def main() -> None:
@@ -29,7 +44,7 @@ def main() -> None:
         kv.pushpull("w", np.ones(COUNT, "f4"), value)
         kv.clock()
     if kv.rank == 3:
-        long_call(float(sys.argv[1]))
+        long_call(Path(sys.argv[1]))
         print("the long call is over", file=sys.stderr, flush=True)
     kv.pushpull("w", np.ones(COUNT, "f4"), value)
     time.sleep(1.5)  # that the wait is over is noticed every half second
