@@ -210,7 +210,7 @@ def test_the_ceiling_of_links_and_of_memory() -> None:
 def test_a_slow_link_is_found_between_real_hosts() -> None:
     if shutil.which("ip") is None or shutil.which("nsenter") is None or shutil.which("tc") is None:
         pytest.skip("needs iproute2 and nsenter")
-    with NetLab(3, link="1gbit") as lab:
+    with NetLab(3, link="300mbit") as lab:
         lab.configure(2, "tc qdisc replace dev lab0 root tbf rate 50mbit burst 64kb latency 200ms")  # only outwards
         words = ["--json", "--hosts", ",".join(lab.hosts), "--remote-shell", f"{PRIVATE}/agent"]
         words += ["--interface", lab.subnet, "--model", "10M", "--step-seconds", "1", "-n", "3"]

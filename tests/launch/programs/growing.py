@@ -30,5 +30,5 @@ with kvmpi.create(sys.argv[1]) as kv:
         kv.pushpull("stop", np.array([kv.rank == 0 and Path("stop").exists()], "f4"), stop)
         if kv.rank == 0 and step == 3:
             Path("runs").touch()
-        time.sleep(0.01)
+        time.sleep(0.03)
     print(f"{wrong} wrong after {step} steps", flush=True)
