@@ -19,15 +19,16 @@ from kvmpi.launchers import mpirun
 from kvmpi.place import Place
 
 PROGRAM = Path(__file__).parent / "programs" / "inherited.py"
+#: A rank and a worker of its own, each with a child that has everything and with one that has the environment.
 LAYOUTS = [
-    pytest.param("mpi", "-n 2", marks=needs_mpi),
-    ("dist_sync", "-n 2 -c 2 -s 1"),
-    pytest.param("dist_sync_mpi", "-n 2 -s 1", marks=needs_mpi),
+    pytest.param("mpi", "-n 2", "spawn", marks=needs_mpi),
+    ("dist_sync", "-n 2 -c 2 -s 1", "spawn"),
+    ("dist_sync", "-n 2 -c 2 -s 1", "fork"),
+    pytest.param("dist_sync_mpi", "-n 2 -s 1", "fork", marks=needs_mpi),
 ]
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-@pytest.mark.parametrize(("store_type", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("store_type", "layout", "method"), LAYOUTS)
 def test_a_store_in_a_child_beside_that_of_its_worker_is_an_error_at_once(
     job: Callable[..., CompletedProcess[str]], store_type: str, layout: str, method: str
 ) -> None:
