@@ -25,6 +25,10 @@ if (startup := str(Path(__file__).parent / "startup")) not in os.environ.get("PY
 # The launcher leaves this to whoever has set it; tests say themselves what it is to be.
 os.environ.pop("OMP_NUM_THREADS", None)
 
+# Threads that NumPy has for large matrices, which no test needs, look for work for a while when it is loaded: that is a
+# quarter of what loading it takes.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 # A shell that starts something in the background lets it ignore Ctrl-C, and nohup a hang-up, and all processes that it
 # starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -83,6 +83,10 @@ def read_what_stays(read, module):
         gc.enable()
 
 
+#: A fifth of what NumPy reads.
+HINTS = ("numpy._typing", "numpy.typing")
+
+
 #: What torch names two functions of when it is read.
 CONTROL_FLOW = "torch._higher_order_ops"
 
@@ -128,12 +132,22 @@ class LaterModule(_LazyModule):
         return getattr(self, name)
 
 
+class LaterHintsModule(LaterModule):
+    """The same of one that most want ``NDArray`` of, which is in hints only, and anything with an argument will do."""
+
+    def __getattribute__(self, name):
+        if name == "__path__":  # looked at before anything is taken from a package
+            return object.__getattribute__(self, name)
+        return list if name == "NDArray" else LaterModule.__getattribute__(self, name)
+
+
 class Later(LazyLoader):
     """Reads a module when something in it is asked for."""
 
     def exec_module(self, module):
+        kind = LaterHintsModule if module.__name__ in HINTS else LaterModule
         super().exec_module(module)
-        module.__class__ = LaterModule
+        module.__class__ = kind
 
 
 class Again:
@@ -197,6 +211,7 @@ sys.meta_path.insert(
         },
         {  # the first are NumPy's docstrings
             "numpy._core._add_newdocs",
+            *HINTS,
             "scipy.stats",
             "torch._meta_registrations",
             "torch._native",
