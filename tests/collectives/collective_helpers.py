@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +109,16 @@ def allreduce(
         if not (in_place and i == 0):
             np.testing.assert_array_equal(vector, old, err_msg=f"vector {i} of rank {comm.rank} was changed")
     return out
+
+
+def at_once(check: Callable[..., object], cases: Sequence[tuple[Any, ...]]) -> None:
+    """``check(*case)`` of all cases, side by side: most of them wait until time is over. The first failure says which
+    case it is of."""
+    with ThreadPoolExecutor(len(cases)) as threads:
+        running = [(case, threads.submit(check, *case)) for case in cases]
+    for case, done in running:
+        if error := done.exception():
+            raise AssertionError(f"case {case}: {error}") from error
 
 
 class Contribution(NamedTuple):

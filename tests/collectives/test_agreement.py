@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from collective_helpers import all_vectors, assert_is_sum, on_host, vectors
+from collective_helpers import all_vectors, assert_is_sum, at_once, on_host, vectors
 from shortcuts import Shortcuts, shortcuts  # noqa: F401 - a fixture of all tests here
 
 from kvmpi.collectives import Call, Collectives, Entry
@@ -123,34 +123,42 @@ def test_nobody_waits_for_a_rank_that_has_closed(run_ranks: RunRanks, leaving: i
     assert [type(second) for _, second in found] == [type(None) if r == leaving else PeerLostError for r in range(3)]
 
 
-@pytest.mark.parametrize("late_s", [0.0, 0.6], ids=["at once", "after it has gone"])
-@pytest.mark.parametrize("leaving", [0, 2])
-def test_ranks_hear_of_one_that_has_left(run_ranks: RunRanks, leaving: int, late_s: float) -> None:
-    def rank_main(comm: MemoryComm) -> str:
-        collectives, start_s = Collectives(comm, "ring", 64), time.monotonic()
-        if comm.rank == leaving:
-            assert not collectives.leave(Deadline(0.3))
-            assert not collectives.broken
-        else:
-            time.sleep(late_s)
-            error = outcome(lambda: collectives.agree(Call("push", (A,)), Deadline(TIMEOUT_S)))
-            assert isinstance(error, OrderMismatchError)
-            assert f"push('a') on MPI rank {comm.rank} of 3: MPI rank {leaving} of this client has left" in str(error)
-            assert isinstance(outcome(lambda: collectives.agree(Call("push"), Deadline(TIMEOUT_S))), PeerLostError)
-        assert time.monotonic() - start_s < TIMEOUT_S / 2
-        return "done"
+def test_ranks_hear_of_one_that_has_left(run_ranks: RunRanks) -> None:
+    """At once, and after it has gone."""
 
-    assert run_ranks(3, rank_main) == ["done"] * 3
+    def check(leaving: int, late_s: float) -> None:
+        def rank_main(comm: MemoryComm) -> str:
+            collectives, start_s = Collectives(comm, "ring", 64), time.monotonic()
+            if comm.rank == leaving:
+                assert not collectives.leave(Deadline(0.3))
+                assert not collectives.broken
+            else:
+                time.sleep(late_s)
+                error = outcome(lambda: collectives.agree(Call("push", (A,)), Deadline(TIMEOUT_S)))
+                assert isinstance(error, OrderMismatchError)
+                left = f"push('a') on MPI rank {comm.rank} of 3: MPI rank {leaving} of this client has left"
+                assert left in str(error)
+                assert isinstance(outcome(lambda: collectives.agree(Call("push"), Deadline(TIMEOUT_S))), PeerLostError)
+            assert time.monotonic() - start_s < TIMEOUT_S / 2
+            return "done"
+
+        assert run_ranks(3, rank_main) == ["done"] * 3
+
+    at_once(check, [(leaving, late_s) for leaving in (0, 2) for late_s in (0.0, 0.6)])
 
 
 def test_all_ranks_may_leave_one_after_the_other(run_ranks: RunRanks) -> None:
+    gone = [threading.Event() for _ in range(3)]
+
     def rank_main(comm: MemoryComm) -> list[bool]:
         first, second = (Collectives(one, "ring", 64) for one in (comm, comm.duplicate()))
         found = first.leave(Deadline(TIMEOUT_S))
-        time.sleep(0.5 * comm.rank)  # rank 0 has gone by then, and rank 2 finds what it has left
+        if comm.rank > 0:  # rank 0 has gone by then, and rank 2 finds what it has left
+            assert gone[comm.rank - 1].wait(TIMEOUT_S)
         start_s = time.monotonic()
         found_late = second.leave(Deadline(0.2))
         assert time.monotonic() - start_s < TIMEOUT_S / 2
+        gone[comm.rank].set()
         return [found, found_late]
 
     assert run_ranks(3, rank_main) == [[True, False]] * 3
@@ -214,29 +222,33 @@ def test_a_long_failure_travels_whole(run_ranks: RunRanks) -> None:
     assert str(found[0]).endswith(" the end")
 
 
-@pytest.mark.parametrize(("size", "absent"), [(2, (0,)), (2, (1,)), (4, (0,)), (4, (2,)), (4, (1, 3))])
-def test_absent_ranks_are_named_by_all_others(run_ranks: RunRanks, size: int, absent: tuple[int, ...]) -> None:
-    timeout_s, begin = 1.0, threading.Barrier(size - len(absent))  # who comes later waits for less
+def test_absent_ranks_are_named_by_all_others(run_ranks: RunRanks) -> None:
+    timeout_s = 1.0
 
-    def rank_main(comm: MemoryComm) -> float:
-        collectives = Collectives(comm, "ring", 64)
-        begin.wait(TIMEOUT_S)
-        start_s = time.monotonic()
-        with pytest.raises(KVTimeoutError) as caught:
-            collectives.agree(Call("push", (A,)), Deadline(timeout_s))
-        waited_s = time.monotonic() - start_s
-        assert f"MPI rank {', '.join(map(str, absent))} of this client" in str(caught.value)
-        assert f"push('a') on MPI rank {comm.rank} of {size}" in str(caught.value)
-        assert collectives.broken
-        start_s = time.monotonic()
-        with pytest.raises(PeerLostError, match="earlier failure"):
-            collectives.agree(Call("push", (A,)), Deadline(timeout_s))
-        assert time.monotonic() - start_s < timeout_s / 2
-        return waited_s
+    def check(size: int, absent: tuple[int, ...]) -> None:
+        begin = threading.Barrier(size - len(absent))  # who comes later waits for less
 
-    waited_s = [seconds for seconds in run_ranks(size, rank_main, absent=absent) if seconds is not None]
-    assert len(waited_s) == size - len(absent)
-    assert all(0.9 * timeout_s <= seconds < 2 * timeout_s for seconds in waited_s), waited_s
+        def rank_main(comm: MemoryComm) -> float:
+            collectives = Collectives(comm, "ring", 64)
+            begin.wait(TIMEOUT_S)
+            start_s = time.monotonic()
+            with pytest.raises(KVTimeoutError) as caught:
+                collectives.agree(Call("push", (A,)), Deadline(timeout_s))
+            waited_s = time.monotonic() - start_s
+            assert f"MPI rank {', '.join(map(str, absent))} of this client" in str(caught.value)
+            assert f"push('a') on MPI rank {comm.rank} of {size}" in str(caught.value)
+            assert collectives.broken
+            start_s = time.monotonic()
+            with pytest.raises(PeerLostError, match="earlier failure"):
+                collectives.agree(Call("push", (A,)), Deadline(timeout_s))
+            assert time.monotonic() - start_s < timeout_s / 2
+            return waited_s
+
+        waited_s = [seconds for seconds in run_ranks(size, rank_main, absent=absent) if seconds is not None]
+        assert len(waited_s) == size - len(absent)
+        assert all(0.9 * timeout_s <= seconds < 2 * timeout_s for seconds in waited_s), waited_s
+
+    at_once(check, [(2, (0,)), (2, (1,)), (4, (0,)), (4, (2,)), (4, (1, 3))])
 
 
 def test_many_absent_ranks_are_told_of(run_ranks: RunRanks, shortcuts: Shortcuts | None) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from collective_helpers import at_once
 from shortcuts import shortcuts  # noqa: F401 - a fixture of all tests here
 
 from kvmpi.collectives import JOIN, Call, Entry
@@ -107,40 +108,43 @@ def test_a_rank_that_joins_anew_instead_of_making_the_call_is_told_again(run_ran
     assert (found[joined], found[1 - joined]) == (Verdict(), Verdict(None, 1))
 
 
-@pytest.mark.parametrize(("joined", "late"), [(0, 2), (1, 2), (2, 0), (1, 0)])
-def test_a_rank_that_makes_no_call_is_named(run_ranks: RunRanks, joined: int, late: int) -> None:
+def test_a_rank_that_makes_no_call_is_named(run_ranks: RunRanks) -> None:
     """One has joined early; another makes a call shortly before the first gives up, and has all of its time."""
     timeout_s = 1.0
 
-    def rank_main(comm: MemoryComm) -> tuple[str, float]:
-        if comm.rank != joined:
-            time.sleep(0.8 * timeout_s)
-        start_s = time.monotonic()
-        with pytest.raises(KVTimeoutError) as caught:
-            verdict(comm, Call(JOIN if comm.rank == joined else "push"), Deadline(timeout_s))
-        return str(caught.value), time.monotonic() - start_s
+    def check(joined: int, late: int) -> None:
+        def rank_main(comm: MemoryComm) -> tuple[str, float]:
+            if comm.rank != joined:
+                time.sleep(0.8 * timeout_s)
+            start_s = time.monotonic()
+            with pytest.raises(KVTimeoutError) as caught:
+                verdict(comm, Call(JOIN if comm.rank == joined else "push"), Deadline(timeout_s))
+            return str(caught.value), time.monotonic() - start_s
 
-    found = [result for result in run_ranks(3, rank_main, absent=(late,)) if result is not None]
-    assert len(found) == 2
-    for text, seconds in found:
-        assert f"MPI rank {late} of this client" in text
-        assert 0.9 * timeout_s <= seconds < 4 * timeout_s
+        found = [result for result in run_ranks(3, rank_main, absent=(late,)) if result is not None]
+        assert len(found) == 2
+        for text, seconds in found:
+            assert f"MPI rank {late} of this client" in text
+            assert 0.9 * timeout_s <= seconds < 4 * timeout_s
+
+    at_once(check, [(0, 2), (1, 2), (2, 0), (1, 0)])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("absent", [0, 1])
-def test_ranks_that_have_joined_do_not_wait_for_ever(run_ranks: RunRanks, size: int, absent: int) -> None:
+def test_ranks_that_have_joined_do_not_wait_for_ever(run_ranks: RunRanks) -> None:
     timeout_s = 0.5
 
-    def rank_main(comm: MemoryComm) -> float:
-        start_s = time.monotonic()
-        with pytest.raises(KVTimeoutError, match=f"MPI rank {absent} of this client"):
-            verdict(comm, Call(JOIN), Deadline(timeout_s))
-        return time.monotonic() - start_s
+    def check(size: int, absent: int) -> None:
+        def rank_main(comm: MemoryComm) -> float:
+            start_s = time.monotonic()
+            with pytest.raises(KVTimeoutError, match=f"MPI rank {absent} of this client"):
+                verdict(comm, Call(JOIN), Deadline(timeout_s))
+            return time.monotonic() - start_s
 
-    found = [seconds for seconds in run_ranks(size, rank_main, absent=(absent,)) if seconds is not None]
-    assert len(found) == size - 1
-    assert all(0.9 * timeout_s <= seconds < 4 * timeout_s for seconds in found)
+        found = [seconds for seconds in run_ranks(size, rank_main, absent=(absent,)) if seconds is not None]
+        assert len(found) == size - 1
+        assert all(0.9 * timeout_s <= seconds < 4 * timeout_s for seconds in found)
+
+    at_once(check, [(2, 0), (2, 1), (3, 0), (3, 1)])
 
 
 def test_alone_nobody_is_waited_for(run_ranks: RunRanks) -> None:

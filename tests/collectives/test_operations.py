@@ -27,15 +27,18 @@ ONE_HOST = ("aa", "aaa", "aaaa", "aaaaaaa")
 HOSTS = ("ab", "abc", "aabb", "abab", "aab", "abcab", "aaabbcc", "aabbccc")
 
 
-def layouts_of(algorithm: str) -> tuple[str, ...]:
-    return ONE_HOST if algorithm == "shared" else HOSTS + ONE_HOST
-
-
-CASES = [(algorithm, hosts, "mpi") for algorithm in ALGORITHMS for hosts in layouts_of(algorithm)]
-CASES += [(algorithm, hosts, "tcp") for algorithm in ("ring", "multi_ring", "hierarchical", "auto") for hosts in HOSTS]
+#: The naive one does not ask for hosts, and the default is one of the others.
+LAYOUTS = {
+    "ring": HOSTS + ONE_HOST, "multi_ring": HOSTS + ONE_HOST, "host_ring": (*HOSTS, "aaa"), "shared": ONE_HOST,
+    "hierarchical": (*HOSTS, "aaa"), "naive": ("aa", "aab", "aaabbcc"), "auto": ("aaa", "abc", "aab", "aaabbcc"),
+}  # fmt: skip
+CASES = [(algorithm, hosts, "mpi") for algorithm in ALGORITHMS for hosts in LAYOUTS[algorithm]]
+CASES += [(algorithm, hosts, "tcp") for algorithm in ("ring", "multi_ring", "hierarchical") for hosts in HOSTS]
+CASES += [("auto", hosts, "tcp") for hosts in ("abc", "aab")]
 CASES += [
-    (algorithm, hosts, "tcp, not compiled") for algorithm in ("ring", "multi_ring", "hierarchical") for hosts in HOSTS
-]
+    (algorithm, hosts, "tcp, not compiled")
+    for algorithm in ("ring", "multi_ring", "hierarchical") for hosts in ("abc", "abab", "aab", "aabbccc")
+]  # fmt: skip
 
 
 def collectives_of(comm: MemoryComm, algorithm: str, **options: Any) -> Collectives:
@@ -49,7 +52,10 @@ def test_everything_on_every_layout(
     """One job for many checks: sums and gathers of several sizes, in and out of place, and a broadcast."""
     size = len(hosts)
     monkeypatch.setattr(selection, "LINKED_FROM_BYTES", 1)
-    cases = [(count, num, place) for count in (1013, 0, 1, 5) for num in (2, 1, 8) for place in (False, True)]
+    # Every count with every number of vectors, and both with both places.
+    cases = [
+        (count, num, (i + j) % 2 == 1) for i, count in enumerate((1013, 0, 1, 5)) for j, num in enumerate((2, 1, 8))
+    ]
 
     def rank_main(comm: MemoryComm, cases: list[tuple[int, int, bool]] = cases) -> list[np.ndarray]:
         carrier, _, rest = transport.partition(", ")
@@ -86,8 +92,8 @@ def test_everything_on_every_layout(
     for i, (count, num_vectors, _) in enumerate(cases):
         for out in results[0][2 * i : 2 * i + 2]:
             assert_is_sum(out, all_vectors(size, num_vectors, count, "float32"), "float32")
-    again = run_ranks(size, lambda comm: rank_main(comm, cases[:6]), hosts=hosts)
-    assert [out.tobytes() for out in again[0]] == [out.tobytes() for out in results[0][:12]], "another run: other bits"
+    again = run_ranks(size, lambda comm: rank_main(comm, cases[:3]), hosts=hosts)
+    assert [out.tobytes() for out in again[0]] == [out.tobytes() for out in results[0][:6]], "another run: other bits"
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -115,7 +121,7 @@ def test_every_dtype(run_ranks: RunRanks, algorithm: str, hosts: str, dtype: str
     assert len({whole.tobytes() for _, whole in results}) == 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     hosts=st.text("abc", min_size=2, max_size=6), count=st.integers(0, 500), num_vectors=st.integers(1, 9),
     chunk_bytes=st.integers(1, 600), in_place=st.booleans(), dtype=st.sampled_from(["float32", "float16", "int8"]),
