@@ -37,6 +37,8 @@ WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SILENT = SIZE - 1
 TIMEOUT_S = 1.0
+#: Elements of float32 that ranks read where they lie, and chunks of which a ring of 4 has six to a segment.
+LARGE, CHUNK_BYTES = 1_200_000, 204_800
 native._MOST_MS = 0  # each advance is one look
 
 #: In which collective, by the first word of a case's name; else in an allreduce.
@@ -49,45 +51,45 @@ CASES: dict[str, tuple[str, int, Any, str, int]] = {
     "staged-post": ("shared", 100_000, HostGroup, "post", 1),
     "staged-sum": ("shared", 100_000, HostGroup, "fetch", 1),
     "staged-deliver": ("shared", 100_000, HostGroup, "deliver", 1),
-    "attached-post": ("shared", 3_000_000, HostGroup, "post", 1),
-    "attached-sum": ("shared", 3_000_000, HostGroup, "fetch", 2),
-    "attached-deliver": ("shared", 3_000_000, HostGroup, "deliver", 2),
-    "attached-finish": ("shared", 3_000_000, HostGroup, "finish", 1),
-    "ring-start": ("ring", 3_000_000, MpiComm, "isend", 1),
-    "ring-reduce": ("ring", 3_000_000, MpiComm, "isend", 3),
-    "ring-gather": ("ring", 3_000_000, MpiComm, "isend", 14),
-    "multi_ring": ("multi_ring", 3_000_000, MpiComm, "isend", 9),
-    "hierarchical-post": ("hierarchical", 3_000_000, HostGroup, "post", 1),
-    "hierarchical-ring": ("hierarchical", 3_000_000, MpiComm, "isend", 3),
-    "hierarchical-finish": ("hierarchical", 3_000_000, HostGroup, "finish", 1),
-    "linked-start": ("ring", 3_000_000, Links, "isend", 1),
-    "linked-reduce": ("ring", 3_000_000, Links, "isend", 3),
-    "linked-multi_ring": ("multi_ring", 3_000_000, Links, "irecv", 9),
+    "attached-post": ("shared", LARGE, HostGroup, "post", 1),
+    "attached-sum": ("shared", LARGE, HostGroup, "fetch", 2),
+    "attached-deliver": ("shared", LARGE, HostGroup, "deliver", 2),
+    "attached-finish": ("shared", LARGE, HostGroup, "finish", 1),
+    "ring-start": ("ring", LARGE, MpiComm, "isend", 1),
+    "ring-reduce": ("ring", LARGE, MpiComm, "isend", 3),
+    "ring-gather": ("ring", LARGE, MpiComm, "isend", 14),
+    "multi_ring": ("multi_ring", LARGE, MpiComm, "isend", 9),
+    "hierarchical-post": ("hierarchical", LARGE, HostGroup, "post", 1),
+    "hierarchical-ring": ("hierarchical", LARGE, MpiComm, "isend", 3),
+    "hierarchical-finish": ("hierarchical", LARGE, HostGroup, "finish", 1),
+    "linked-start": ("ring", LARGE, Links, "isend", 1),
+    "linked-reduce": ("ring", LARGE, Links, "isend", 3),
+    "linked-multi_ring": ("multi_ring", LARGE, Links, "irecv", 9),
     "native-slots": ("shared", 1000, Shared, "sum_one", 1),
-    "native-start": ("ring", 3_000_000, NativeRings, "advance", 1),
-    "native-reduce": ("ring", 3_000_000, NativeRings, "advance", 4),
-    "native-multi_ring": ("multi_ring", 3_000_000, NativeRings, "advance", 3),
-    "native-hierarchical": ("hierarchical", 3_000_000, NativeRings, "advance", 2),
-    "linked-hierarchical": ("hierarchical", 3_000_000, Links, "isend", 3),
+    "native-start": ("ring", LARGE, NativeRings, "advance", 1),
+    "native-reduce": ("ring", LARGE, NativeRings, "advance", 4),
+    "native-multi_ring": ("multi_ring", LARGE, NativeRings, "advance", 3),
+    "native-hierarchical": ("hierarchical", LARGE, NativeRings, "advance", 2),
+    "linked-hierarchical": ("hierarchical", LARGE, Links, "isend", 3),
     "naive": ("naive", 100_000, MpiComm, "isend", 1),
     "mpi": ("mpi", 100_000, MpiComm, "iallreduce", 1),
     "scatter-slots": ("shared", 1000, HostGroup, "post", 1),
-    "scatter-attached": ("shared", 3_000_000, HostGroup, "fetch", 2),
-    "scatter-ring": ("ring", 3_000_000, MpiComm, "irecv", 2),
-    "scatter-hierarchical": ("hierarchical", 3_000_000, MpiComm, "irecv", 2),
-    "scatter-native": ("hierarchical", 3_000_000, NativeRings, "advance", 1),
+    "scatter-attached": ("shared", LARGE, HostGroup, "fetch", 2),
+    "scatter-ring": ("ring", LARGE, MpiComm, "irecv", 2),
+    "scatter-hierarchical": ("hierarchical", LARGE, MpiComm, "irecv", 2),
+    "scatter-native": ("hierarchical", LARGE, NativeRings, "advance", 1),
     "scatter-mpi": ("mpi", 100_000, MpiComm, "ireduce_scatter", 1),
     "gather-slots": ("shared", 1000, HostGroup, "post", 1),
-    "gather-attached": ("shared", 3_000_000, HostGroup, "deliver", 2),
-    "gather-multi_ring": ("multi_ring", 3_000_000, MpiComm, "irecv", 4),
+    "gather-attached": ("shared", LARGE, HostGroup, "deliver", 2),
+    "gather-multi_ring": ("multi_ring", LARGE, MpiComm, "irecv", 4),
     "gather-naive": ("naive", 100_000, MpiComm, "irecv", 1),
-    "gather-native": ("ring", 3_000_000, NativeRings, "advance", 1),
-    "gather-native-hierarchical": ("hierarchical", 3_000_000, NativeRings, "advance", 1),
+    "gather-native": ("ring", LARGE, NativeRings, "advance", 1),
+    "gather-native-hierarchical": ("hierarchical", LARGE, NativeRings, "advance", 1),
     "gather-mpi": ("mpi", 100_000, MpiComm, "iallgather", 1),
-    "cast-post": ("shared", 3_000_000, HostGroup, "post", 1),
-    "cast-read": ("shared", 3_000_000, HostGroup, "read", 1),
+    "cast-post": ("shared", LARGE, HostGroup, "post", 1),
+    "cast-read": ("shared", LARGE, HostGroup, "read", 1),
     "cast-naive": ("naive", 100_000, MpiComm, "irecv", 1),
-    "cast-hierarchical": ("hierarchical", 3_000_000, HostGroup, "post", 1),
+    "cast-hierarchical": ("hierarchical", LARGE, HostGroup, "post", 1),
     "cast-mpi": ("mpi", 100_000, MpiComm, "ibroadcast", 1),
 }
 
@@ -132,7 +134,7 @@ def main(folder: Path, number_of_signal: int, names: list[str]) -> None:
         elif owner in (Links, NativeRings):
             comm.host = f"host {RANK}"
         collectives = Collectives(
-            comm, algorithm, 512 << 10, ring_transport="tcp" if owner in (Links, NativeRings) else "mpi",
+            comm, algorithm, CHUNK_BYTES, ring_transport="tcp" if owner in (Links, NativeRings) else "mpi",
             use_native="native" in name,
         )  # fmt: skip
         buffer, out = np.ones(count, "f4"), np.empty(count, "f4")

@@ -37,8 +37,9 @@ digest = hashlib.sha256()  # of all results: must be equal on all ranks
 
 def sums() -> None:
     comm = mpi_comm.world()
-    # Many ranks on few cores are slow, and the sizes of the world that matter here are small and odd ones.
-    dtypes = DTYPES if SIZE <= 3 else ("float32", "bfloat16", "int8")
+    # Many ranks on few cores are slow, and the sizes of the world that matter here are small and odd ones. MPI takes a
+    # dtype as it does whatever the size.
+    dtypes = DTYPES if SIZE == 2 else ("float32", "bfloat16", "int8")
     shapes = [(0, 1, False), (1, 1, True), (5, 2, False), (4097, 1, False), (999, 3, True)]  # count, vectors, in place
     for algorithm in ("ring", "multi_ring", "shared", "hierarchical", "mpi", "naive", "auto"):
         for dtype in dtypes:
@@ -54,11 +55,13 @@ def scatters_and_gathers() -> None:
     comm = mpi_comm.world()
     algorithms = ("ring", "multi_ring", "shared", "mpi", "naive", "auto")
     for dtype in ("float32", "bfloat16", "int8"):
-        for count, num_vectors, in_place in [(1, 1, False), (4097, 2, True), (999, 1, False), (300_001, 1, True)]:
+        # Many chunks are those of few elements; many elements lie where ranks read them from each other.
+        shapes = [(1, 1, False, 512), (4097, 2, True, 512), (999, 1, False, 512), (300_001, 1, True, 64 << 10)]
+        for count, num_vectors, in_place, chunk_bytes in shapes if dtype == "float32" else shapes[1:3]:
             start, stop = segment_bounds(count, SIZE)[RANK]
             every = all_vectors(SIZE, num_vectors, count, dtype)
             for algorithm in algorithms:
-                collectives = Collectives(comm, algorithm, 512)
+                collectives = Collectives(comm, algorithm, chunk_bytes)
                 own = [vector.copy() for vector in every[RANK * num_vectors : (RANK + 1) * num_vectors]]
                 part = own[0][start:stop] if in_place else np.empty(stop - start, DTYPES[dtype])
                 collectives.reduce_scatter(on_host(own, dtype), part, dtype, Deadline(TIMEOUT_S), "scatter")
@@ -70,9 +73,9 @@ def scatters_and_gathers() -> None:
 
 
 def large_sums() -> None:
-    """40 MB (8 MB on many ranks): real chunks, a full window, messages that MPI sends when they are received."""
+    """16 MB (4 MB on many ranks): real chunks, a full window, messages that MPI sends when they are received."""
     comm = mpi_comm.world()
-    count = 10_000_003 if SIZE <= 3 else 2_000_003
+    count = 4_000_003 if SIZE == 2 else 2_000_003 if SIZE == 3 else 1_000_003
     index = np.arange(count, dtype="f4") % 1000
     expected = SIZE * index + sum(range(SIZE))  # exact
     for algorithm in ("ring", "multi_ring", "shared", "mpi", "naive"):
@@ -300,7 +303,8 @@ def main(folder: Path) -> None:
     for check in checks:
         check()
         assert not mpi_comm._under_way, f"{check.__name__} left requests behind"
-    silence(folder)
+    if SIZE <= 3:  # between more ranks, test_failures.py has it
+        silence(folder)
     absent_duplicate(folder)
     found = WORLD.gather(digest.hexdigest())
     if RANK == 0:

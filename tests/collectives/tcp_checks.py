@@ -12,7 +12,7 @@ from kvmpi.collectives.waiting import wait_all
 from kvmpi.deadline import Deadline
 
 os.environ.update(OMPI_MCA_btl="tcp,self", MPIR_CVAR_NOLOCAL="1")  # ranks of one host, as if they were on two
-BYTES, ASLEEP_S = 1 << 20, 3.0
+BYTES, ASLEEP_S = 1 << 20, 2.0
 
 
 def main() -> None:

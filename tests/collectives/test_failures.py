@@ -61,9 +61,7 @@ def test_a_stopped_rank_is_named_by_all_others_in_time(kind: str, size: int, tmp
         list(both.map(run, range(2)))
 
 
-@pytest.mark.parametrize(
-    "case", ["slots-post", "attached-sum", "ring-reduce", "hierarchical-ring", "linked-reduce", "native-reduce"]
-)
+@pytest.mark.parametrize("case", ["attached-sum", "hierarchical-ring", "linked-reduce", "native-reduce"])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing(kind: str, case: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit status"):
         mpi_jobs.run(
