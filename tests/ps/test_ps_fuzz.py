@@ -152,7 +152,7 @@ def a_store(state: ServerState, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "ssp:0", "softsync:1", ""])
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ROUTES), to_server, payloads), min_size=10, max_size=40))
 def test_a_server_answers_whatever_it_hears(
     mode: str, said: list[tuple[bytes, Message | ProtocolError, list[bytes]]]
@@ -170,7 +170,7 @@ def test_a_server_answers_whatever_it_hears(
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ROUTES), to_scheduler, st.floats(0, 3)), min_size=10, max_size=40))
 def test_a_scheduler_answers_whatever_it_hears(
     num_servers: int, said: list[tuple[bytes, Message | ProtocolError, float]]

@@ -18,7 +18,7 @@ from kvmpi.ps.landing import Landing
 
 KEYS = {"weight": 23, "bias": 1, "empty": 0, 4: 30}
 STEPS = 3
-NUM_SEEDS = 200
+NUM_SEEDS, NUM_BLOCKS = 80, 4
 HEAL_S = 8.0
 #: Once the network is well, everything must be done within a few retries.
 LIMIT_S = HEAL_S + 30.0
@@ -111,7 +111,7 @@ def _sum_up_to(key: Any, num_clients: int, step: int) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(NUM_BLOCKS))
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_every_push_counts_once(mode: str, block: int) -> None:
     """``stored += pushed``: in rounds every client reads each round's sum; at once, all is there in the end."""
@@ -133,7 +133,7 @@ def test_every_push_counts_once(mode: str, block: int) -> None:
         yield from left(ps, cluster)
 
     fired = {"drop": 0, "duplicate": 0, "overtake": 0}
-    size = NUM_SEEDS // 10
+    size = NUM_SEEDS // NUM_BLOCKS
     for seed in range(block * size, (block + 1) * size):
         cluster = run(seed, mode, program)
         for name in fired:
@@ -182,7 +182,7 @@ def test_elastic_rounds_answer_with_the_center_that_they_met(block: int) -> None
         run(seed, "sync", program)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_elastic_averaging_without_rounds_conserves_the_sum_of_all(block: int) -> None:
     """Also where answers are lost, by the network or with a server that is killed: who asks again gets the same."""
     alpha, fired = 0.5, {"drop": 0, "kill": 0}

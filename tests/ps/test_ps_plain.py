@@ -111,7 +111,7 @@ def messages(seed: int, num_clients: int, *, takes_rows: bool) -> Iterator[tuple
 
 @pytest.mark.parametrize("rule", RULES, ids=["assign", "sgd", "elastic"])
 @pytest.mark.parametrize("num_clients", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 3, 4])  # a lost client fails the round, or not; counts of steps, or none
 def test_the_short_way_is_the_long_one(
     monkeypatch: pytest.MonkeyPatch, num_clients: int, rule: optim.Rule | None, seed: int
 ) -> None:
