@@ -75,19 +75,21 @@ def test_sums_are_verified_and_measured(bench, tmp_path):
 
 
 def test_other_operations_on_ranks_that_an_mpirun_has_started(tmp_path):
-    """And gradients in several buckets. All in one job, which takes longer to start than they take."""
+    """And gradients in several buckets, and torch's bfloat16: in one job, which takes longer to start than they do."""
     others = [op for op in OPS if op != "allreduce"]
     mpi = mpirun.find(os.environ, 2)
     command = [*mpi.command(2, local=True), sys.executable, str(HERE / "programs" / "several.py")]
     for op in others:
         command += [op, *SHORT, "--json", f"{op}.json", "+"]
     command += ["allreduce", "--preset", "resnet20", "--seconds", "0.01", "--algorithms", "gloo:bucket"]
-    command += ["--json", "buckets.json", "+", "broadcast", "-n", "3"]
+    command += ["--json", "buckets.json", "+", "allreduce", "--sizes", "2,4100", "--seconds", "0.01", "--vectors", "2"]
+    command += ["--dtype", "bfloat16", "--algorithms", "shared:in,store,naive", "--json", "bfloat16.json", "+"]
+    command += ["broadcast", "-n", "3"]
     env = {**mpirun.clean(os.environ), **mpi.env(str(tmp_path), "", crowded=True, one_host=True)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    *outputs, _, nothing = done.stdout.split("status 0\nstatus 0\n")
-    assert nothing == "status 2\nstatus 2\n"
+    assert done.stderr.count(f"statuses {[*[0] * (len(others) + 2), 2]}\n") == 2
+    outputs = done.stdout.split("end\n")[: len(others)]
     assert done.stderr.count("the job that was started has 2 ranks; leave -n out") == 1
     for op, output in zip(others, outputs, strict=True):
         found = lines_of(tmp_path, f"{op}.json")
@@ -97,16 +99,17 @@ def test_other_operations_on_ranks_that_an_mpirun_has_started(tmp_path):
     (buckets,) = lines_of(tmp_path, "buckets.json")
     assert_gradients([buckets])
     assert (buckets["algo"], buckets["chunk_B"]) == ("gloo:bucket", 100_000)
+    found = [(row["algo"], row["count"], row["dtype"], row["wrong"]) for row in lines_of(tmp_path, "bfloat16.json")]
+    assert found == [(name, count, "bfloat16", 0) for count in (1, 2050) for name in ("shared:in", "store", "naive")]
     found = lines_of(tmp_path, "broadcast.json")
     assert [row["count"] for row in found if row["algo"] == "gloo"] == COUNTS
 
 
 def test_modifiers_and_vectors(bench, tmp_path):
-    pytest.importorskip("torch")  # whose bfloat16 it is
     names = "shared,shared:in,shared:empty,shared:in:empty,shared:view,store,store:in,store:empty,store:view"
     names += ",agree,baidu,naive"
     done = bench(
-        "allreduce", "-n", 2, "--sizes", "2,4100", "--seconds", "0.01", "--vectors", 2, "--dtype", "bfloat16",
+        "allreduce", "-n", 2, "--sizes", "2,4100", "--seconds", "0.01", "--vectors", 2, "--dtype", "float16",
         "--algorithms", names, "--json", "rows.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

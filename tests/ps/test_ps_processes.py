@@ -122,6 +122,8 @@ def test_a_server_that_dies_or_freezes_ends_the_wait_for_it(processes: Processes
         assert "ServerLostError: server 1 is out of the job" in stderr
 
 
+#: Of a call that a stop outlasts, and longer than heartbeats may be missing.
+STOPPED_CALL_S = 4.0
 #: A client that asks for something when it is told to.
 ASKS = f"""
 import sys
@@ -139,7 +141,7 @@ ps.init("k", np.arange(9, dtype="f4"), Deadline({TIMEOUT_S})).wait()
 out = np.empty(9, "f4")
 print("ready", flush=True)
 sys.stdin.readline()
-work = ps.pull("k", out, Deadline({CALL_S}))
+work = ps.pull("k", out, Deadline({STOPPED_CALL_S}))
 print("asked", flush=True)
 work.wait()
 print(*map(int, out), flush=True)
@@ -164,7 +166,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(processes: Processes) -> None:
     client.stdin.flush()
     assert client.stdout.readline() == "asked\n"
     os.kill(client.pid, signal.SIGSTOP)
-    time.sleep(1.2 * CALL_S)  # what is tried is that time has passed
+    time.sleep(1.2 * STOPPED_CALL_S)  # what is tried is that time has passed
     for process in (client, scheduler, *servers):
         os.kill(process.pid, signal.SIGCONT)
     said, _ = client.communicate(timeout=TIMEOUT_S)

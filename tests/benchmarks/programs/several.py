@@ -1,19 +1,23 @@
-"""Several ``kvmpi bench`` on the ranks of one job, each with its status on a line behind what it prints.
+"""Several ``kvmpi bench`` on the ranks of one job: rank 0 says the end of each, and every rank its exit statuses.
 
 several.py ARG... [+ ARG...]...
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from kvmpi import cli
 from kvmpi.benchmarks import peers
+from kvmpi.launchers.rank_exec import mpi_rank
 
 peers.BUCKET_BYTES = 100_000  # several of a small model
-words = sys.argv[1:]
+words, statuses = sys.argv[1:], []
 while words:
     end = words.index("+") if "+" in words else len(words)
-    status = cli.main(["bench", *words[:end]])
+    statuses.append(cli.main(["bench", *words[:end]]))
     words = words[end + 1 :]
-    print("status", status, flush=True)
+    if mpi_rank(dict(os.environ)) == 0:
+        print("end", flush=True)
+sys.stderr.write(f"statuses {statuses}\n")
