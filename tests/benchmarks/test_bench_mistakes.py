@@ -79,16 +79,6 @@ def test_an_mxnet_that_hangs_is_left_out(tmp_path):
     assert ps_mxnet.missing(str(python), timeout_s=0.2) == f"{python}: `import mxnet` takes longer than 0.2 s"
 
 
-def test_a_size_that_gloo_cannot_do_is_named(bench, monkeypatch):
-    pytest.importorskip("torch")
-    pytest.importorskip("mpi4py")
-    monkeypatch.delenv("HOME", raising=False)  # which Open MPI wants
-    done = bench("allgather", "-n", 2, "--sizes", "12,20,24", "--seconds", "0.01", "--algorithms", "ring,gloo")
-    assert done.returncode == 0, done.stderr
-    notes = [line.rpartition("divide ")[2] for line in done.stdout.splitlines() if "gloo left out" in line]
-    assert notes == ["3 elements", "5 elements"]
-
-
 @pytest.mark.parametrize(("words", "said"), [
     ("", "only tune and waiting"), ("train", "20 MB"), ("allreduce", "498 MB"), ("ps", "498 MB"), ("figure12", "498 MB")
 ])  # fmt: skip
