@@ -33,8 +33,9 @@ def test_sums_of_device_vectors(run_ranks: RunRanks, device: str, algorithm: str
     counts = (0, 1, 1013, 70_001)
 
     def rank_main(comm: MemoryComm) -> list[np.ndarray]:
-        collectives, outs = Collectives(comm, algorithm, 256, num_rings=3), []
-        for count in counts:
+        outs = []
+        for count in counts:  # few chunks where there are many elements
+            collectives = Collectives(comm, algorithm, 256 if count < 2000 else 8192, num_rings=3)
             own = vectors(comm.rank, 3, count, dtype)
             devices = [placed(vector, dtype, i, device) for i, vector in enumerate(own[:on_devices])]
             outs.append(np.full(count, 77, DTYPES[dtype]))

@@ -37,14 +37,14 @@ def values(rank: int, tensor: int, vector: int, count: int, dtype: str) -> np.nd
 def check(
     run_ranks: RunRanks, algorithm: str, hosts: str, counts: list[int], numbers: list[int], dtype: str,
     *, adjacent: bool = False, in_place: bool = False, common: bool = False, mapped: bool = False,
-    scale: float = 1.0, attach: bool = True,
+    scale: float = 1.0, attach: bool = True, chunk_bytes: int = 256,
 ) -> None:  # fmt: skip
     """``numbers`` of vectors of each tensor, in turn. ``adjacent``: all first vectors lie in one block."""
     size = len(hosts)
     numbers = [numbers[i % len(numbers)] for i in range(len(counts))]
 
     def rank_main(comm: MemoryComm) -> list[np.ndarray]:
-        collectives, found = Collectives(comm, algorithm, 256, attach=attach), []
+        collectives, found = Collectives(comm, algorithm, chunk_bytes, attach=attach), []
         for turn in range(2):
             block, start, tensors, kept = np.empty(sum(counts), DTYPES[dtype]), 0, [], []
             for i, (count, number) in enumerate(zip(counts, numbers, strict=True)):
@@ -127,7 +127,10 @@ def test_sums_times_a_scale(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
     for counts, scale, in_place in (
         ([700], 0.25, False), ([700, 1, 0, 55, 300], -1 / 3, True), ([70_001], -1 / 3, False),
     ):  # fmt: skip
-        check(run_ranks, algorithm, hosts, counts, [1, 2], dtype, scale=scale, in_place=in_place)
+        chunk_bytes = 256 if max(counts) < 2000 else 8192
+        check(
+            run_ranks, algorithm, hosts, counts, [1, 2], dtype, scale=scale, in_place=in_place, chunk_bytes=chunk_bytes
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

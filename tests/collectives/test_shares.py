@@ -21,8 +21,9 @@ RunRanks = Callable[..., list[Any]]
 
 TIMEOUT_S = 20.0
 CASES = [
-    *((algorithm, hosts) for algorithm in ("ring", "multi_ring", "hierarchical", "naive", "auto")
+    *((algorithm, hosts) for algorithm in ("ring", "multi_ring", "hierarchical")
       for hosts in ("ab", "abc", "aabb", "abab", "aab", "aaabbcc")),
+    ("naive", "ab"), ("naive", "aab"), ("auto", "abc"), ("auto", "aab"), ("auto", "aaabbcc"),
     *((algorithm, hosts) for algorithm in ("shared", "auto") for hosts in ("aa", "aaa", "aaaa", "aaaaaaa")),
 ]  # fmt: skip
 #: Elements and vectors of the tensors of a call: with nothing, with less than one for each rank, with several vectors.

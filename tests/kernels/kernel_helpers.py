@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,10 @@ def unsigned(vector: np.ndarray) -> np.ndarray:
 
 def random_vector(dtype: str, count: int, seed: int) -> np.ndarray:
     """Random bits; for floats one half of them near 1, one quarter subnormal, and so NaN and infinity in the rest."""
+    return (_kept if count <= max(SIZES) else _made)(dtype, count, seed).copy()
+
+
+def _made(dtype: str, count: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng([29, seed, count])
     vector = np.empty(count, host.STORAGE[dtype])
     bits = unsigned(vector)
@@ -53,6 +58,10 @@ def random_vector(dtype: str, count: int, seed: int) -> np.ndarray:
         near = rng.integers(0, 4, count).astype(bits.dtype) + one - bits.dtype.type(2)
         bits[kind > 1] |= (near << shift)[kind > 1]
     return vector
+
+
+#: To make a small vector takes as long as to sum it.
+_kept = functools.lru_cache(maxsize=300)(_made)
 
 
 def oracle(sources: list[np.ndarray], dtype: str, scale: float = 1.0, wide: bool = False) -> np.ndarray:

@@ -29,7 +29,9 @@ def test_vectors_that_are_not_aligned_alike(cuda, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_vectors(cuda, dtype):
-    check_sum(cuda, dtype, 5_000_011, [0, 0])
+    # Many times what all threads take at once, which are few on the stand-in.
+    many = cuda[1].cuda.Device(0).attributes["MultiProcessorCount"] > 3
+    check_sum(cuda, dtype, 5_000_011 if many else 300_011, [0, 0])
 
 
 @pytest.mark.parametrize("scale", [0.3, -2.0, 1 / 3, 1e-41])
