@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmpi.collectives import arena as module
 from kvmpi.collectives.arena import TOKEN_BYTES, Arena, own, usual_bytes
 
 U1, F4 = np.dtype("u1"), np.dtype("f4")
@@ -19,6 +20,13 @@ U1, F4 = np.dtype("u1"), np.dtype("f4")
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300 << 10), st.integers(0, 3)), max_size=40), st.integers(0, 2**32))
 def test_blocks_never_overlap_and_freed_ones_are_used_again(requests: list[tuple[int, int]], seed: int) -> None:
+    """Those of whole pages, which go back to the system, and smaller ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_GIVE_BACK_BYTES", 100 << 10)
+        use_and_free(requests, seed)
+
+
+def use_and_free(requests: list[tuple[int, int]], seed: int) -> None:
     arena = Arena(4 << 20)
     rng = np.random.default_rng(seed)
     kept: dict[int, np.ndarray] = {}

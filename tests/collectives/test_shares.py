@@ -70,10 +70,11 @@ def test_sums_are_scattered_and_gathered(
     monkeypatch.setattr(selection, "LINKED_FROM_BYTES", 1)
 
     def rank_main(comm: MemoryComm) -> list[list[np.ndarray]]:
-        collectives, deadline = Collectives(comm, algorithm, 256, ring_transport="tcp"), Deadline(TIMEOUT_S)
-        results = []
+        both = [Collectives(comm, algorithm, chunk_bytes, ring_transport="tcp") for chunk_bytes in (256, 8192)]
+        deadline, results = Deadline(TIMEOUT_S), []
         for number, (dtype, tensors) in enumerate(CALLS):
             scale = 1.0 if number % 2 or "int" in dtype else 0.25
+            collectives = both[max(tensors)[0] > 2000]  # few chunks where there are many elements
             given = [vectors(comm.rank, num, count, dtype) for count, num in tensors]
             before = [vector.copy() for some in given for vector in some]
             own = collectives.sum_shares([on_host(some, dtype) for some in given], dtype, deadline, "scatter", scale)
@@ -89,7 +90,8 @@ def test_sums_are_scattered_and_gathered(
                 np.testing.assert_array_equal(whole, copy)
             results.append(wholes)
         collectives.gather_shares([], deadline, "nothing")
-        collectives.close()
+        for each in both:
+            each.close()
         return results
 
     by_rank = run_ranks(size, rank_main, hosts=hosts)

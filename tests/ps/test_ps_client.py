@@ -37,7 +37,7 @@ from kvmpi.wire import messages as m
 
 StartJob = Callable[..., Any]  # see conftest.ThreadJob
 InThreads = Callable[..., list[Any]]
-COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
+COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 18) // 4 + 3}
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
@@ -45,7 +45,7 @@ COUNTS = {"empty": 0, "one": 1, "odd": 4097, "large": 5 * (1 << 20) // 4 + 3}
 def test_rounds_of_every_size_over_two_servers(
     start_job: StartJob, in_threads: InThreads, transport: str, placement: str
 ) -> None:
-    clients = start_job(2, placement=placement, chunk_bytes=300_000).connect(3, transport=transport)
+    clients = start_job(2, placement=placement, chunk_bytes=75_000).connect(3, transport=transport)
     initialise(clients, COUNTS, optim.Test(lr=-1.0))
 
     def work(rank: int) -> None:

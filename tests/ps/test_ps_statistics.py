@@ -130,7 +130,7 @@ def test_servers_that_were_added_count() -> None:
     assert statistics.snapshot(1.0)["shape"]["servers"] == 4, "server 2 is there, and has told nothing yet"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(of_kind(m.Report), max_size=6))
 def test_no_report_can_break_the_picture(reports: list[m.Report]) -> None:
     statistics = Statistics(num_workers=3, num_servers=2)
