@@ -1,4 +1,4 @@
-"""Memory with 192 MiB of keys: what workers and servers hold beyond the arrays of the program."""
+"""Memory with 256 MiB of keys: what workers and servers hold beyond the arrays of the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "memory.py"
-KEYS_MIB = 192
+KEYS_MIB = 256
 SLACK_MIB = 64  # the interpreter with its libraries on a server, buffers of chunks
 # What a process maps of others' memory counts in the peak of each of them: two values of a key, which take turns on
 # its server, the blocks in which a client hands over what it pushes, 16 MiB for each server, and on the servers what a
