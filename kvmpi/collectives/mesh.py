@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 
@@ -193,7 +194,7 @@ class Mesh:
         try:
             while peer.out:
                 # A header and what follows it are one packet, if they are short.
-                left = peer.sock.sendmsg([data for data, _ in (*peer.out,)[:2]])
+                left = peer.sock.sendmsg([data for data, _ in islice(peer.out, 2)])
                 while peer.out and left >= peer.out[0][0].nbytes:
                     data, sending = peer.out.popleft()
                     left -= data.nbytes
