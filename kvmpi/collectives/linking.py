@@ -41,6 +41,8 @@ _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sII")
 _MPI_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
 #: Seconds at most that an address may take to answer, and all of this.
 _ANSWER_S, _ALL_S = 2.0, 5.0
+#: And connections of every rank to every other.
+_EACH_S = 30.0
 #: Hosts whose first ranks agree over connections: rank 0 has two to each, and a process may have some hundreds.
 _MOST_CALLERS = 128
 
@@ -220,11 +222,12 @@ def each_to_each(
     Raises:
         PeerLostError: some cannot be reached, or do not come.
     """
-    token, patience = secrets.token_bytes(_TOKEN_BYTES), Deadline(max(_ALL_S, 0.5 * deadline.remaining_s()))
+    token = secrets.token_bytes(_TOKEN_BYTES)
     made, incoming, whole = dict[int, socket.socket](), dict[Pair, socket.socket](), False
     listener = _listen([address for address, _ in own])
     try:
         offers = [np.frombuffer(words, np.uint64) for words in swap(_offer(token, listener, own).tobytes())]
+        patience = Deadline(max(1e-3, min(_EACH_S, deadline.remaining_s())))  # all are there
         tokens = [words[1:3].tobytes() for words in offers]
         callers = {(other, 0) for other in range(rank + 1, size)}
         answering = threading.Thread(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Receive:
@@ -52,29 +56,25 @@ class Mailbox:
 
     def post(self, box: Box, receive: Receive) -> Message | None:
         """Wait for a message; the one that was there already, which is its own now."""
-        messages = self._messages.get(box, ())
-        for message in messages:
-            if receive.source is None or receive.source == message.source:
-                self._take(self._messages, box, message)
-                _match(message, receive)
-                return message
-        self._receives.setdefault(box, deque()).append(receive)
-        return None
+        message = _take(self._messages, box, lambda message: _fit(message, receive))
+        if message is None:
+            self._receives.setdefault(box, deque()).append(receive)
+        else:
+            _match(message, receive)
+        return message
 
     def arrive(self, box: Box, message: Message) -> bool:
         """A message is announced; whether somebody waits for it, who has it now."""
-        for receive in self._receives.get(box, ()):
-            if receive.source is None or receive.source == message.source:
-                self._take(self._receives, box, receive)
-                _match(message, receive)
-                return True
-        self._messages.setdefault(box, deque()).append(message)
-        return False
+        receive = _take(self._receives, box, lambda receive: _fit(message, receive))
+        if receive is None:
+            self._messages.setdefault(box, deque()).append(message)
+        else:
+            _match(message, receive)
+        return receive is not None
 
     def cancel(self, box: Box, receive: Receive) -> None:
         """No message is wanted any more; one may have come."""
-        if receive in self._receives.get(box, ()):
-            self._take(self._receives, box, receive)
+        _take(self._receives, box, lambda posted: posted is receive)
 
     def forget(self, context: int) -> None:
         """Nobody receives anything in this communicator any more."""
@@ -82,11 +82,20 @@ class Mailbox:
             for box in [box for box in boxes if box[0] == context]:
                 del boxes[box]
 
-    @staticmethod
-    def _take(boxes: dict[Box, deque[Receive]] | dict[Box, deque[Message]], box: Box, one: Receive | Message) -> None:
-        boxes[box].remove(one)  # type: ignore[arg-type]
-        if not boxes[box]:
+
+def _take(boxes: dict[Box, deque[T]], box: Box, wanted: Callable[[T], bool]) -> T | None:
+    """The first of a box that is wanted, which is in no box then."""
+    queue = boxes.get(box, deque())
+    found = next(filter(wanted, queue), None)
+    if found is not None:
+        queue.remove(found)
+        if not queue:
             del boxes[box]
+    return found
+
+
+def _fit(message: Message, receive: Receive) -> bool:
+    return receive.source is None or receive.source == message.source
 
 
 def _match(message: Message, receive: Receive) -> None:

@@ -152,11 +152,12 @@ _RANK_VARIABLES = (
 )
 
 
-def take_place(names: Sequence[str] = _RANK_VARIABLES, *, of: str = "MPI job") -> None:
+def take_place(names: Sequence[str] = (), of: str = "MPI job") -> None:
     """For as long as this process lives: MPI begins and ends once.
 
     Args:
-        names: variables that say which rank it is, if it is one of several.
+        names: variables that say which rank of several it is, where no MPI has started it.
+        of: what it is a rank of.
     Raises:
         ConfigError: another process is this rank, and has probably started this one.
     """
@@ -165,7 +166,8 @@ def take_place(names: Sequence[str] = _RANK_VARIABLES, *, of: str = "MPI job") -
         return
     config = Config.from_env()
     place = Place(config)
-    if not config.role and (started_by_mpi() or names is not _RANK_VARIABLES):
+    names = names or (_RANK_VARIABLES if started_by_mpi() else ())
+    if names and not config.role:
         own = " ".join(os.environ.get(name, "-") for name in names)
         holder, _, rank = os.environ.get(_TAKEN, "").partition(" ")
         if rank == own and holder.isdigit() and int(holder) != os.getpid() and _is_alive(int(holder)):

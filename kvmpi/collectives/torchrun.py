@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from kvmpi.collectives import mpi_comm
@@ -69,17 +69,13 @@ def connect(store: Any, rank: int, size: int, deadline: Deadline, where: str, ne
         KVTimeoutError, PeerLostError: as of ``world``.
     """
 
-    hosts: list[str] = []
+    def swap(what: str, words: bytes) -> list[bytes]:
+        return leave(store, rank, size, words, deadline, where, what)
 
-    def swap(words: bytes) -> Sequence[bytes]:
-        found = leave(store, rank, size, words + host_name().encode(), deadline, where)
-        hosts.extend(each[len(words) :].decode() for each in found)
-        return [each[: len(words)] for each in found]
-
-    local = os.environ.get("MASTER_ADDR", "").startswith(("127.", "localhost", "::1"))
-    own = [("127.0.0.1", 0)] if local else own_addresses(network)
-    peers = each_to_each(rank, size, swap, own, deadline)
-    here = hosts.count(host_name())
+    here = swap("hosts", host_name().encode()).count(host_name().encode())
+    # Whoever is alone on a host listens to nobody else.
+    own = [("127.0.0.1", 0)] if here == size else own_addresses(network)
+    peers = each_to_each(rank, size, partial(swap, "offers"), own, deadline)
     expect_cores(here)
     if here < size:
         watch()
@@ -87,13 +83,17 @@ def connect(store: Any, rank: int, size: int, deadline: Deadline, where: str, ne
     return MeshComm(Mesh(rank, peers, names), range(size), "world")
 
 
-def leave(store: Any, rank: int, size: int, words: bytes, deadline: Deadline, where: str) -> list[bytes]:
+def leave(
+    store: Any, rank: int, size: int, words: bytes, deadline: Deadline, where: str, what: str = "ranks"
+) -> list[bytes]:  # fmt: skip
     """What every rank has left in the store, once all are here.
 
+    Args:
+        what: it is; of one kind no two at a time.
     Raises:
         KVTimeoutError: some do not come; names them.
     """
-    keys = [f"kvmpi/{each}" for each in range(size)]
+    keys, read = [f"kvmpi/{what}/{each}" for each in range(size)], f"kvmpi/{what}/read"
     store.set(keys[rank], words)
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline.remaining_s())))
@@ -106,7 +106,7 @@ def leave(store: Any, rank: int, size: int, words: bytes, deadline: Deadline, wh
     # All at once, where the store can: else there would be as many requests of each as there are members.
     found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
     # A group of the same name may be made again, and must not find these.
-    if store.add("kvmpi/read", 1) == size:
-        for key in (*keys, "kvmpi/read"):
+    if store.add(read, 1) == size:
+        for key in (*keys, read):
             store.delete_key(key)
     return list(map(bytes, found))

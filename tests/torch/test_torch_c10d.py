@@ -187,7 +187,7 @@ class Meeting:
     """A store of torch's in memory, in which rank 0's entries are already."""
 
     def __init__(self, **entries: bytes) -> None:
-        self.entries = {f"kvmpi/{name.removeprefix('rank')}": mpi_rank for name, mpi_rank in entries.items()}
+        self.entries = {f"kvmpi/ranks/{name.removeprefix('rank')}": mpi_rank for name, mpi_rank in entries.items()}
 
     def set(self, key: str, value: bytes) -> None:
         self.entries[key] = value

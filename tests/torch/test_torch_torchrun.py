@@ -79,7 +79,7 @@ def test_stores_of_three_ranks() -> None:
 def test_two_ranks_on_each_of_two_hosts() -> None:
     try:
         with NetLab(2, link=None) as lab:
-            output = torchrun_on_two_hosts(lab, 2, "sums", "training")
+            output = torchrun_on_two_hosts(lab, 2, "sums", "training", "meeting_elsewhere")
     except UnsupportedError as error:
         pytest.skip(str(error))
     assert output.count("all checks passed") == 4, output

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import kvmpi
 import kvmpi.horovod as hvd
 import kvmpi.torch
+import kvmpi.torch.c10d
 from kvmpi.errors import ConfigError, KVTimeoutError, NotLaunchedError, PeerLostError
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -96,6 +97,18 @@ def forks() -> None:
         kv.pushpull(99, np.ones(3, np.float32), out=out)
         assert (out == SIZE).all()
     assert "mpi4py.MPI" not in sys.modules
+
+
+def meeting_elsewhere() -> None:
+    """At an address that the program names, and not where the environment says."""
+    address, os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"], "127.0.0.1"
+    agents = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    dist.init_process_group("kvmpi", init_method=f"tcp://{address}:29501", rank=RANK, world_size=SIZE)
+    found = torch.tensor([float(RANK)])
+    dist.all_reduce(found)
+    assert float(found) == sum(range(SIZE))
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": agents}
 
 
 def horovod() -> None:
