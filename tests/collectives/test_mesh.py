@@ -47,9 +47,13 @@ def run(size: int, do: Callable[[MeshComm], Any]) -> list[Any]:
     threads = [threading.Thread(target=main, args=(comm,), daemon=True) for comm in ranks]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), "a rank still waits"
+    try:
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "a rank still waits"
+    finally:
+        for comm in ranks:
+            comm._mesh.close()
     for result in found:
         if isinstance(result, BaseException):
             raise result
