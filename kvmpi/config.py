@@ -44,13 +44,21 @@ class Config:
     client_rank: int = _setting(0, "which client this worker belongs to; set by the launcher")
     start: int = _setting(0, "how often another was started in the place of this process before; set by the launcher")
     num_workers: int = _setting(1, "workers in the job; set by the launcher")
-    num_clients: int = _setting(1, "clients in the job; set by the launcher")
-    num_servers: int = _setting(0, "servers in the job; set by the launcher")
-    replicas: int = _setting(0, "further servers that hold each part of the values; set by the launcher (--replicas)")
+    num_clients: int = _setting(1, "clients in the job; set by the launcher, and by you where there is none of ours")
+    num_servers: int = _setting(
+        0, "servers in the job; set by the launcher, and by you where there is none of ours: 0 is one on each host then"
+    )
+    replicas: int = _setting(
+        0, "further servers that hold each part of the values; set by the launcher (--replicas), and by you where "
+        "there is none of ours"
+    )  # fmt: skip
     scheduler: str = _setting("", "endpoint of the scheduler, tcp://HOST:PORT, IPv6 in brackets; set by the launcher")
     ready_fd: int = _setting(-1, "descriptor to which the scheduler writes its endpoint; set by the launcher")
     keys: str = _setting("", "file with the keys of the job (mode 0600), made by the scheduler; set by the launcher")
-    resume: str = _setting("", "folder with the snapshots that the job goes on from; set by the launcher (--resume)")
+    resume: str = _setting(
+        "", "folder with the snapshots that the job goes on from; set by the launcher (--resume), and by you where "
+        "there is none of ours"
+    )  # fmt: skip
     tty: str = _setting("", "terminal on which the launcher runs, for progress bars; set by the launcher")
     # What users may set.
     timeout_s: float = _setting(300.0, "seconds that one blocking call may take")
@@ -246,7 +254,8 @@ class Config:
             raise ConfigError(
                 f"KVMPI_CHUNK_BYTES={self.chunk_bytes} is above KVMPI_MAX_MESSAGE_BYTES={self.max_message_bytes}"
             )
-        client_bounds(self.num_workers, self.num_clients)
+        if self.role:  # else nobody has said yet how many workers there are
+            client_bounds(self.num_workers, self.num_clients)
 
     @property
     def beat_s(self) -> float:

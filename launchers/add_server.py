@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvmpi.errors import KVError
+from kvmpi.errors import ConfigError, KVError
 from kvmpi.launchers import requests
 from kvmpi.launchers.top import choose, find_jobs, folders
 
@@ -21,6 +21,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         card = choose(find_jobs(folders()), args.job, "add-server")
+        if not card.get("launcher", True):
+            raise ConfigError(
+                f"job {card['job']} was not started by kvmpi run, which alone starts further servers; start the job "
+                "with more (KVMPI_NUM_SERVERS)"
+            )
         print(f"{requests.ask(card['folder'])} of job {card['job']} is starting")
         return 0
     except KVError as error:

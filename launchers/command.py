@@ -29,6 +29,7 @@ from kvmpi.launchers.run import Runner
 from kvmpi.launchers.signals import SignalCatcher
 from kvmpi.launchers.timeline import Timeline
 from kvmpi.launchers.watchdog import hold
+from kvmpi.trace import card
 
 SUMMARY_S = 5.0  # a shorter job is a try, of which nobody wants to know more
 MAX_TMPDIR = 40  # bytes; unix sockets below it must stay under 108
@@ -263,7 +264,7 @@ def _run(args: argparse.Namespace, words: list[str], commands: jobs.RoleCommands
                 processes.Watchdog(job_id, made_there, functools.partial(places.reach.command, host))
                 for host in places.others
             ]
-        jobs.write_card(job_dir, job_id, words, (args.workers, args.clients, args.servers))
+        card.write(job_dir, job_id, words, (args.workers, args.clients, args.servers))
         started_s = time.monotonic()
         runner = Runner(plan(job_id, job_dir, shm_dir), output, watchdog, signals)
         # As late as this: the folder that it makes is gone only with what ``make`` makes of it.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,8 +50,6 @@ _RESTARTS = 20
 
 #: Where MPI has its shared memory.
 SHM = "/dev/shm"
-#: In the job's folder: what the job is.
-CARD = "job.json"
 #: What an mpirun starts its own helpers on other hosts by, in the job's folder.
 AGENT = "agent"
 #: What of an environment belongs to a host or a session there. Ranks that an mpirun starts on other hosts get the rest.
@@ -210,16 +206,6 @@ class Job:
             env = [f"{name}={shlex.quote(value)}" for name, value in process.env.items()]
             lines += [title, " ".join([*env, shlex.join(process.command)])]
         return "\n".join(lines)
-
-
-def write_card(folder: str, job_id: str, words: Sequence[str], shape: tuple[int, int, int]) -> None:
-    """Leave a file in the job's private folder that says what the job is, for ``kvmpi top``."""
-    card = {
-        "job": job_id, "program": list(words), "started_s": time.time(), "pid": os.getpid(),
-        "workers": shape[0], "clients": shape[1], "servers": shape[2],
-    }  # fmt: skip
-    with open(os.path.join(folder, CARD), "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(card, file)
 
 
 def needs_mpi(num_workers: int, num_clients: int) -> bool:

@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmpi.config import STATUS_FILE, WATCHED_FILE
-from kvmpi.errors import ConfigError, KVError, KVTimeoutError, ranks_in_words
+from kvmpi.errors import ConfigError, KVError, KVTimeoutError, names_in_words, ranks_in_words
 from kvmpi.launchers import questions
-from kvmpi.launchers.job import CARD
 from kvmpi.launchers.summary import Picture, counted, volume
+from kvmpi.trace.card import NAME as CARD
 
 #: In which a scheduler that is there has written what it was asked for; it looks once a second.
 PATIENCE_S = 10.0
@@ -131,14 +131,19 @@ def _none() -> str:
 
 
 def ask_for_stacks(card: Picture) -> None:
-    """Have the launcher of a job ask all its processes what they wait for; they answer where the job writes.
+    """Have the launcher of a job ask all its processes what they wait for; they answer where the job writes. Without a
+    launcher those of this host are asked.
 
     Raises:
         ConfigError: the job has ended.
     """
     pid = int(card["pid"])
     try:
-        if questions.handles(pid):  # it has one as long as it runs a job
+        if not card.get("launcher", True):
+            if asked := questions.ask(str(card["folder"])):
+                print(f"asked {names_in_words(asked)}; the answers are in what they write to standard error")
+                return
+        elif questions.handles(pid):  # it has one as long as it runs a job
             os.kill(pid, signal.SIGUSR1)
             print(f"the answers are in what kvmpi run (process {pid}) writes to standard error, and in its --log-dir")
             return

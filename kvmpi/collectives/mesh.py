@@ -342,6 +342,10 @@ class MeshComm:
         self._duplicates += 1
         return MeshComm(self._mesh, self._ranks, f"{self._name}.{self._duplicates}")
 
+    def of(self, ranks: Collection[int], name: str) -> MeshComm:
+        """A communicator of some of these ranks, made by each of them. ``name``: as of the constructor."""
+        return MeshComm(self._mesh, [self._ranks[rank] for rank in ranks], f"{self._name}/{name}")
+
     def free(self) -> None:
         self._mesh.end(self._context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -57,6 +58,16 @@ def world(timeout_s: float, network: str = "") -> MeshComm:
         store, rank, size = found
         _world = connect(store, rank, size, Deadline(timeout_s), f"the job of {size} ranks of torchrun", network)
     return _world.duplicate()
+
+
+def members(ranks: Sequence[int], name: str) -> MeshComm:
+    """A communicator of some of the processes, in this order, once ``world`` has connected them; to be called by these.
+
+    Args:
+        name: of which there is no other with these ranks.
+    """
+    assert _world is not None
+    return _world.of(ranks, name)
 
 
 def connect(store: Any, rank: int, size: int, deadline: Deadline, where: str, network: str = "") -> MeshComm:

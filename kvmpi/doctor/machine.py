@@ -169,7 +169,9 @@ def _was_of_servers(folder: str, mode: int, age_s: float) -> bool:
     except OSError:
         return False
     private = mode & 0o777 == 0o700
-    return any(name.startswith("server-") for name in names) or (not names and private and age_s > _DAY_S)
+    return any(name == "keys" or name.startswith("server-") for name in names) or (
+        not names and private and age_s > _DAY_S
+    )
 
 
 def _living(at: Surroundings) -> set[str]:

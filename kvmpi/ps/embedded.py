@@ -32,7 +32,7 @@ class EmbeddedJob:
 
     def __init__(self, config: Config) -> None:
         descriptors.allow_embedded()
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self.config = replace(
             config, num_servers=1, job_dir=self._folder, scheduler=f"ipc://{os.path.join(self._folder, 'scheduler')}"
         )
@@ -82,8 +82,8 @@ class EmbeddedJob:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _private_folder() -> str:
-    """A new folder of mode 0700.
+def private_folder() -> str:
+    """A new folder of mode 0700, for servers and their sockets.
 
     Raises:
         ConfigError: none can be made whose name is short enough for a socket.
@@ -97,7 +97,7 @@ def _private_folder() -> str:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ConfigError(
-            f"the embedded servers have no folder for their sockets ({where}{error.strerror}); set TMPDIR to a folder "
+            f"servers have no folder for their sockets ({where}{error.strerror}); set TMPDIR to a folder "
             f"that can be written, with a name of less than {_MAX_FOLDER_BYTES - 15} bytes"
         ) from None
     return folder

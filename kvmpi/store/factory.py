@@ -71,13 +71,13 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     ``dist_softsync``, ``dist_sync_mpi`` (``synchronous-mpi``), ``dist_async_mpi`` (``asynchronous-mpi``),
     ``dist_ssp_mpi``, ``dist_softsync_mpi``, and what ``register_store`` added. Collective over all workers, which must
     create the same stores in the same order: those of ``kvmpi run``, the ranks of an mpirun, the processes of a
-    torchrun. In a process that was started by none of these, a type that needs a job runs as a job of one worker.
+    torchrun; where a type needs servers and no ``kvmpi run`` has started them, some of the workers do. In a process
+    that was started by none of these, a type that needs a job runs as a job of one worker.
 
     Args:
         settings: fields of ``kvmpi.config.Config``; they beat the environment.
     Raises:
         ConfigError: unknown type (the message lists the known ones), or a job of a shape that the type cannot use.
-        NotLaunchedError: the type needs servers, and this process is one of several that ``mpirun`` started without.
     """
     _close_dropped()
     factory = (_FACTORIES.get(name) or _FACTORIES.get(_ALIASES.get(name, ""))) if isinstance(name, str) else None
@@ -98,7 +98,7 @@ def create(name: str = "local", **settings: Any) -> KVStore:
     else:
         _alone.add(store)
     activity.begin(store._observe)
-    begin_reports(config, store.client_rank)
+    begin_reports(getattr(store, "_config", config), store.client_rank)
     return store
 
 
@@ -152,12 +152,7 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
         _require_threads()
         if grouped and mode == "sync" and _without_servers(config) and config.num_clients == 1:
             return ReplicatedStore(name, config, client_comm(config))
-        if not config.role:
-            if _is_one_of_several():
-                raise NotLaunchedError(
-                    f"store type {name!r} needs servers, and mpirun or torchrun started none; "
-                    "start the job with 'kvmpi run -n WORKERS -s SERVERS PROGRAM'"
-                )
+        if not config.role and not _is_one_of_several():
             _require_no_lone_tasks()
             job = ps.EmbeddedJob(replace(config, num_workers=1, num_clients=1))
             try:
@@ -165,6 +160,13 @@ def _dist(mode: str, *, grouped: bool) -> Factory:
             except BaseException:
                 job.close()
                 raise
+        if not config.role:
+            from kvmpi.store import hosting
+
+            hosted = hosting.job(config, lambda: _everyone(config), _close_at_exit)
+            told = hosted.config(config)
+            comm = hosted.client_comm(config.timeout_s) if grouped else None
+            return DistStore(name, told, comm, mode=_full(mode, told), grouped=grouped)
         if config.num_servers == 0:
             raise ConfigError(f"store type {name!r} needs servers, this job has none; start it with -s 1 or more")
         if not config.scheduler:
@@ -182,7 +184,7 @@ def _full(mode: str, config: Config) -> str:
 
 
 def _without_servers(config: Config) -> bool:
-    return (bool(config.role) and config.num_servers == 0) or (not config.role and _is_one_of_several())
+    return config.num_servers == 0 and (bool(config.role) or _is_one_of_several())
 
 
 def _is_one_of_several() -> bool:
@@ -238,22 +240,14 @@ def _require_threads() -> None:
 
 def client_comm(config: Config) -> Comm | None:
     """The communicator of this worker's client, collective over its workers; None for a worker that is alone."""
-    from kvmpi.collectives import mpi_comm, torchrun
+    from kvmpi.collectives import mpi_comm
 
     _require_threads()
     if not config.role:
-        if not mpi_comm.started_by_mpi():
-            if torchrun.started():
-                return torchrun.world(config.timeout_s, config.interface)
-            _require_no_lone_tasks()
-            return None
-        everyone = mpi_comm.world(config.timeout_s)
-        if everyone.size == 1:  # each would train by itself, and think that it is all there is
-            raise ConfigError(
-                "several ranks were started, and MPI sees one: its library and who started them do not understand "
-                "each other; take mpirun of the same MPI, or srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
-            )
-        return everyone
+        if _is_one_of_several():
+            return _everyone(config)
+        _require_no_lone_tasks()
+        return None
     first, last = client_bounds(config.num_workers, config.num_clients)[config.client_rank]
     if last - first == 1:
         return None
@@ -270,6 +264,21 @@ def client_comm(config: Config) -> Comm | None:
             "start the job with 'kvmpi run', which starts one mpirun for each client"
         )
     return comm
+
+
+def _everyone(config: Config) -> Comm:
+    """A communicator of all workers, where no launcher of ours has started them. Collective."""
+    from kvmpi.collectives import mpi_comm, torchrun
+
+    if not mpi_comm.started_by_mpi():
+        return torchrun.world(config.timeout_s, config.interface)
+    everyone = mpi_comm.world(config.timeout_s)
+    if everyone.size == 1:  # each would train by itself, and think that it is all there is
+        raise ConfigError(
+            "several ranks were started, and MPI sees one: its library and who started them do not understand "
+            "each other; take mpirun of the same MPI, or srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
+        )
+    return everyone
 
 
 _FACTORIES: dict[str, Factory] = {
@@ -308,11 +317,13 @@ def _close_at_exit() -> None:
         except Exception:  # the others are to be closed all the same
             traceback.print_exc()
     end_reports()
+    has_failed = any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open)
+    if (hosting := sys.modules.get("kvmpi.store.hosting")) is not None:
+        has_failed |= hosting.end(failed=error is not None)
     if "mpi4py.MPI" in sys.modules:
         from kvmpi.collectives import mpi_comm
 
         mpi_comm.remove_segment()
-    has_failed = any(thing.mpi_size > 1 and (error is not None or thing.broken) for thing in _open)
     if has_failed and "mpi4py.MPI" in sys.modules:
         # MPI_Finalize would wait for ranks that wait for this one: end the client's job instead.
         for stream in (sys.stdout, sys.stderr):

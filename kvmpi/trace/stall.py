@@ -138,9 +138,9 @@ def begin(config: Config, role: str = "", rank: int = -1) -> None:
         role, rank = config.role or role or "worker", config.rank if config.rank >= 0 else rank
         _process.name = role if role == "scheduler" or rank < 0 else f"{role} {rank}"
         if role == "worker":
-            bounds = client_bounds(config.num_workers, config.num_clients)
+            bounds = client_bounds(config.num_workers, config.num_clients) if config.role else [(0, 0)]
             _process.first_worker = bounds[min(config.client_rank, len(bounds) - 1)][0]
-            if config.num_clients > 1:
+            if len(bounds) > 1:
                 _process.name += f" (client {config.client_rank})"
         _process.limit_s = limit_of(config)
         asked = on_demand.install(_process.name, config.job_dir)

@@ -543,7 +543,7 @@ def test_roles_take_nothing_from_the_current_folder_that_is_found_elsewhere(tmp_
         assert command_line[-3:-1] == ("-m", "kvmpi.ps"), "so it is to be found among processes"
         words = [*command_line[:-1], "waldo"]
         ended = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=60)
-        assert ended.stderr == "usage: python -m kvmpi.ps scheduler|server\n"
+        assert ended.stderr == "usage: python -m kvmpi.ps scheduler|server [PARENT]\n"
     words = [*command_line[:-2], "only_here", "waldo"]
     ended = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=60)
     assert ended.stdout == "['waldo']\n", ended.stderr

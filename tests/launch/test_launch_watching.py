@@ -29,10 +29,10 @@ from kvmpi.benchmarks import browser
 from kvmpi.config import STATUS_FILE
 from kvmpi.errors import ConfigError
 from kvmpi.launchers import summary, top
-from kvmpi.launchers.job import CARD
 from kvmpi.ps.statistics import Statistics
 from kvmpi.trace import dashboard
 from kvmpi.trace.board import Board
+from kvmpi.trace.card import NAME as CARD
 from kvmpi.wire import messages
 
 PROGRAM = Path(__file__).parent / "programs" / "reporting.py"

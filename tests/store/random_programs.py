@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 PER_JOB = 20
 SHAPES = ["-n 4 -c 2 -s 2", "-n 3 -c 1 -s 1", "-n 2 -c 1 -s 1", "-n 3", "-n 4", "-n 2 -c 2 -s 2 --replicas 1",
           "-n 3 -c 2 -s 2", "-n 4 -c 1 -s 2", "-n 1 -c 1 -s 2", "-n 3 -c 3 -s 1"]  # fmt: skip
-#: In a shape: its processes are started by torchrun, which knows no MPI.
+#: In a shape: its processes are started by torchrun, which knows no MPI, and start the servers themselves.
 TORCHRUN = "torchrun"
 #: Shapes and dtypes, so that all ways are taken: with nothing, staged, shared, in several chunks, lent.
 SHAPES_OF_KEYS: list[tuple[int, ...]] = [
@@ -162,7 +162,12 @@ def run(seeds: Sequence[int], shape: str, settings: dict[str, Any], *options: st
     with tempfile.TemporaryDirectory() as folder:
         launcher = ["kvmpi", "run", *shape.split(), "--"]
         if TORCHRUN in shape:
-            launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={shape.split()[1]}"]
+            words = shape.split()
+            launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={words[1]}"]
+            named = {"-c": "NUM_CLIENTS", "-s": "NUM_SERVERS", "--replicas": "REPLICAS"}
+            env |= {
+                f"KVMPI_{name}": words[words.index(option) + 1] for option, name in named.items() if option in words
+            }
         command = [
             sys.executable,
             "-m",

@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import HANGS_S, LONG_JOB_HANGS_S
+from jobs import HANGS_S, LONG_JOB_HANGS_S, wait_for
 
 from kvmpi.benchmarks.netlab import NetLab, address_of
 from kvmpi.errors import UnsupportedError
 
 PROGRAMS = Path(__file__).parent / "programs"
 CHECKS = PROGRAMS / "torchrun_checks.py"
+#: With servers.
+HOSTED = Path(__file__).parents[1] / "store" / "programs" / "hosted.py"
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,23 +31,32 @@ def started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def torchrun(num_ranks: int, program: Path, *arguments: str) -> str:
+def torchrun(num_ranks: int, program: Path, *arguments: str, restarts: int = 0, **settings: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
+    command += [f"--max-restarts={restarts}"] if restarts else []
     done = subprocess.run(
-        [*command, str(program), *arguments], env=environment(), capture_output=True, text=True,
+        [*command, str(program), *arguments], env=environment(**settings), capture_output=True, text=True,
         timeout=LONG_JOB_HANGS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def torchrun_on_two_hosts(lab: NetLab, per_host: int, *arguments: str) -> str:
+def torchrun_on_two_hosts(lab: NetLab, per_host: int, program: Path, *arguments: str, **settings: str) -> str:
     """Output of all ranks."""
     meet = ["--nnodes=2", f"--nproc-per-node={per_host}", f"--master-addr={address_of(0)}", "--master-port=29500"]
     hosts = []
     for host in (0, 1):
-        command = [sys.executable, "-m", "torch.distributed.run", f"--node-rank={host}", *meet, str(CHECKS), *arguments]
-        hosts.append(started(lab.command_on(host, command), environment()))
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--node-rank={host}",
+            *meet,
+            str(program),
+            *arguments,
+        ]
+        hosts.append(started(lab.command_on(host, command), environment(**settings)))
     try:
         outputs = [host.communicate(timeout=LONG_JOB_HANGS_S)[0] for host in hosts]
     finally:
@@ -55,12 +66,12 @@ def torchrun_on_two_hosts(lab: NetLab, per_host: int, *arguments: str) -> str:
     return "".join(outputs)
 
 
-def by_hand(num_ranks: int, size: int, check: str, **others: str) -> list[tuple[int, str]]:
+def by_hand(num_ranks: int, size: int, *words: str, program: Path = CHECKS, **others: str) -> list[tuple[int, str]]:
     """Exit status and output of the first ranks of ``size``, which nobody ends when one of them does."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     told = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **others}
-    command = [sys.executable, str(CHECKS), check]
+    command = [sys.executable, str(program), *words]
     environments = [environment(RANK=str(rank), **told) for rank in range(num_ranks)]
     ranks = [started(command, each) for each in environments]
     try:
@@ -76,13 +87,22 @@ def test_stores_of_three_ranks() -> None:
     assert torchrun(3, CHECKS, *checks).count("all checks passed") == 3
 
 
-def test_two_ranks_on_each_of_two_hosts() -> None:
+def test_two_ranks_on_each_of_two_hosts(tmp_path: Path) -> None:
     try:
         with NetLab(2, link=None) as lab:
-            output = torchrun_on_two_hosts(lab, 2, "sums", "training", "meeting_elsewhere")
+            output = torchrun_on_two_hosts(lab, 2, CHECKS, "sums", "training", "meeting_elsewhere")
+            settings = {"TMPDIR": str(tmp_path), "KVMPI_NUM_CLIENTS": "2", "KVMPI_NUM_SERVERS": "3"}
+            with_servers = torchrun_on_two_hosts(lab, 2, HOSTED, "rounds,beside,early", **settings)
     except UnsupportedError as error:
         pytest.skip(str(error))
     assert output.count("all checks passed") == 4, output
+    assert with_servers.count("checks are right") == 4, with_servers
+    for worker, client, children in (
+        *((0, 0, "scheduler and server 0 and server 2"), (1, 0, "none"), (2, 1, "server 1"), (3, 1, "none")),
+    ):
+        line = f"worker {worker} of 4, client {client} of 2, 3 servers; children: {children}\n"
+        assert line in with_servers, with_servers
+    wait_for(lambda: not list(tmp_path.glob("kvmpi-*")), "folders of the job are gone")
 
 
 def test_every_operation_of_torch_distributed() -> None:
@@ -111,3 +131,55 @@ def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
 def test_a_job_that_says_too_little_does_not_train_alone() -> None:
     [(status, output)] = by_hand(1, 2, "no_port")
     assert status == 0, output
+
+
+def test_a_worker_that_is_killed_takes_its_servers_with_it(tmp_path: Path) -> None:
+    """And no process is left, and no file; whoever has not started any takes none."""
+    of_starter = by_hand(3, 3, "lost", "0", program=HOSTED, TMPDIR=str(tmp_path), KVMPI_NUM_SERVERS="2")
+    children = [int(word) for word in of_starter[0][1].splitlines()[0].removeprefix("children: ").split()]
+    assert len(children) == 3, of_starter
+    assert of_starter[0][0] == -9
+    for status, output in of_starter[1:]:
+        assert "has left; its part of the values is lost" in output, output
+        assert status == 0, output
+    wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children), "servers end with their parent")
+    assert not list(tmp_path.glob("kvmpi-*"))
+
+
+FORKED = """
+import os, runpy, sys
+import torch.multiprocessing as mp
+
+def work(rank):
+    os.environ["RANK"] = str(rank)
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+mp.start_processes(work, nprocs=2, start_method="fork")
+"""
+
+
+def test_processes_that_end_without_exit_handlers(tmp_path: Path) -> None:
+    """As in a notebook: what one has started serves the other to its end all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    command = [sys.executable, "-c", FORKED, str(HOSTED), "early"]
+    done = subprocess.run(
+        command, env=environment(**told, TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=HANGS_S,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout.count("checks are right: early") == 2, done.stdout + done.stderr
+    wait_for(lambda: not list(tmp_path.glob("kvmpi-*")), "the folder of the job is gone")
+
+
+def test_a_job_that_torchrun_starts_again_goes_on_from_its_snapshots(tmp_path: Path) -> None:
+    settings = {"KVMPI_NUM_SERVERS": "2", "KVMPI_NUM_CLIENTS": "2", "TMPDIR": str(tmp_path)}
+    often = {"KVMPI_SNAPSHOT_DIR": str(tmp_path / "snapshots"), "KVMPI_SNAPSHOT_EVERY": "10"}
+    through = torchrun(3, HOSTED, "goes_on", "-1", **settings)
+    again = torchrun(3, HOSTED, "goes_on", "0", restarts=1, **settings, **often)
+    begins = [line for line in again.splitlines() if "begins at" in line]
+    assert len(begins) == 6, again
+    assert {line.rpartition(" ")[2] for line in begins} in ({"0", "10"}, {"0", "20"}), again
+    bits = {line for line in (through + again).splitlines() if line.startswith("bits")}
+    assert len(bits) == 1
+    assert not list(tmp_path.glob("kvmpi-*"))

@@ -17,7 +17,7 @@ import kvmpi
 import kvmpi.horovod as hvd
 import kvmpi.torch
 import kvmpi.torch.c10d
-from kvmpi.errors import ConfigError, KVTimeoutError, NotLaunchedError, PeerLostError
+from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(1)
@@ -72,9 +72,6 @@ def training() -> None:
 
 
 def what_is_refused() -> None:
-    for store_type in ("dist_sync", "dist_async_mpi"):
-        with pytest.raises(NotLaunchedError, match="torchrun started none; start the job with 'kvmpi run"):
-            kvmpi.create(store_type)
     child = [sys.executable, "-c", "import kvmpi; kvmpi.create('mpi')"]
     done = subprocess.run(child, capture_output=True, text=True, timeout=60, check=False)
     said = f"is not this rank of its job of torch's: process {os.getpid()}"
