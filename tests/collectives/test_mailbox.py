@@ -53,6 +53,8 @@ def test_random_messages_go_to_the_receives_that_a_list_finds(seed: int) -> None
         assert (receive.source, receive.nbytes, receive.done) == (source, len(data), True)
         assert bytes(receive.target[: len(data)]) == data
     assert not any(receive.done for _, _, receive in receives)
+    assert mailbox._messages.keys() == {box for box, _, _ in messages}, "nothing is kept of what is over"
+    assert mailbox._receives.keys() == {box for box, _, _ in receives}
 
 
 def test_what_is_too_long_writes_nothing_and_what_is_forgotten_is_gone() -> None:

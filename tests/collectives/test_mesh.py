@@ -5,17 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_threads import RunRanks
 
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Collectives
+from kvmpi.collectives import Collectives, torchrun
 from kvmpi.collectives.mesh import EAGER_BYTES, Mesh, MeshComm
 from kvmpi.deadline import Deadline
-from kvmpi.errors import PeerLostError, ShapeMismatchError
+from kvmpi.errors import KVTimeoutError, PeerLostError, ShapeMismatchError
 
 TIMEOUT_S = 30.0
 SIZES = (0, 1, 3, EAGER_BYTES - 1, EAGER_BYTES, EAGER_BYTES + 1, 3_000_001)
@@ -225,3 +227,110 @@ def test_sums_over_a_mesh(size: int, algorithm: str) -> None:
             np.testing.assert_allclose(out, right, rtol=1e-5, atol=1e-5)
 
     run(size, do)
+
+
+# ---- where processes meet
+
+
+class Words:
+    """What is used of torch's stores, for ranks that are threads. ``extended``: it can tell of many keys at once."""
+
+    def __init__(self, extended: bool) -> None:
+        self.extended, self.kept, self.changed = extended, dict[str, Any](), threading.Condition()
+
+    def has_extended_api(self) -> bool:
+        return self.extended
+
+    def set(self, key: str, words: bytes) -> None:
+        with self.changed:
+            self.kept[key] = words
+            self.changed.notify_all()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("a key is not there")
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            return self.kept[key]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        assert self.extended
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, number: int) -> int:
+        with self.changed:
+            self.kept[key] = self.kept.get(key, 0) + number
+            return self.kept[key]
+
+    def delete_key(self, key: str) -> None:
+        with self.changed:
+            del self.kept[key]
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("hosts", ["aa", "aab", "abbb"])
+def test_ranks_meet_in_a_store_and_leave_nothing_there(
+    run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch, hosts: str, extended: bool
+) -> None:
+    store, size, here = Words(extended), len(hosts), threading.local()
+    asked, watched, cores = list[str](), list[bool](), list[int]()
+    monkeypatch.setattr(torchrun, "host_name", lambda: here.host)
+    monkeypatch.setattr(torchrun, "own_addresses", lambda network: asked.append(network) or [("127.0.0.1", 0)])
+    monkeypatch.setattr(torchrun, "watch", lambda: watched.append(True))
+    monkeypatch.setattr(torchrun, "expect_cores", cores.append)
+
+    def meet(rank: int) -> None:
+        here.host = hosts[rank]
+        comm = torchrun.connect(store, rank, size, Deadline(TIMEOUT_S), "here", "eth7")
+        assert (comm.rank, comm.size) == (rank, size)
+        others, into = [other for other in range(size) if other != rank], np.empty((size, 9), np.uint8)
+        finish(
+            *(comm.isend(content(rank, other, 0, 9), other, 0) for other in others),
+            *(comm.irecv(into[other], other, 0) for other in others),
+        )
+        for other in others:
+            np.testing.assert_array_equal(into[other], content(other, rank, 0, 9))
+        comm.free()
+
+    for _ in range(2):  # a group of the same name may be made again
+        run_ranks(size, lambda comm: meet(comm.rank))
+        assert not store.kept
+    several = len(set(hosts)) > 1
+    assert asked == 2 * size * several * ["eth7"], "who is alone on a host listens to nobody else"
+    assert watched == 2 * size * several * [True]
+    assert sorted(cores) == sorted(2 * [hosts.count(host) for host in hosts])
+
+
+def test_who_does_not_come_to_a_store_is_named(run_ranks: RunRanks) -> None:
+    store = Words(extended=True)
+    said = run_ranks(
+        5, lambda comm: torchrun.leave(store, comm.rank, 5, b"", Deadline(0.3), "group 'g'"), absent=(1, 3, 4),
+        errors=True,
+    )  # fmt: skip
+    for rank in (0, 2):
+        assert isinstance(said[rank], KVTimeoutError)
+        assert f"group 'g', on rank {rank} of it: its rank 1, 3, 4 did not come within 0.3 s" in str(said[rank])
+
+
+@pytest.mark.parametrize(
+    ("change", "started"),
+    [
+        ({}, True), ({"WORLD_SIZE": "1"}, False), ({"RANK": "first"}, False), ({"WORLD_SIZE": ""}, False),
+        *(({name: None}, False) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+    ],
+)  # fmt: skip
+def test_who_is_told_all_that_torchrun_tells_is_one_of_several(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None], started: bool
+) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**told, **change}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert torchrun.started() == started
