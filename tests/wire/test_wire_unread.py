@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from zmq.utils import garbage
 from kvmpi.config import Config
 from kvmpi.wire import Context, Listener, encode, new_context
 from kvmpi.wire import messages as m
+from kvmpi.wire import unread as counting
+from kvmpi.wire.unread import Unread
 
 LIMIT = 4 << 20
 LARGE = np.zeros(1 << 20, "u1")
@@ -166,6 +169,61 @@ def test_who_gets_little_at_a_time_and_never_reads_is_not_forgotten(context: Con
             sent_bytes += piece.nbytes
             assert sent_bytes < 5 * LIMIT, "nobody notices that it does not read"
     listener.close()
+
+
+class Tracker:
+    """In the place of pyzmq's."""
+
+    def __init__(self) -> None:
+        self.done, self.num_waits = False, 0
+
+    def wait(self, timeout_s: float) -> None:
+        self.num_waits += 1
+        if not self.done:
+            raise zmq.NotDone
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_unread_is_what_was_sent_after_all_that_has_left(seed: int) -> None:
+    """As a list says: no more than was sent since the last frame that is known to have left, and nothing after all."""
+    choose, unread = random.Random(seed), Unread()
+    assert not unread.await_left(b"one"), "nothing is known of it"
+    assert not unread.wants_mark(b"one")
+    sent: dict[bytes, list[tuple[int, Tracker | None]]] = {b"one": [], b"other": []}
+    for _ in range(100):
+        route = choose.choice([*sent])
+        if choose.random() < 0.6:
+            nbytes, num_frames = choose.randrange(1 << 20), choose.randrange(1, 4)
+            tracker = Tracker() if unread.wants_mark(route) or choose.random() < 0.2 else None
+            unread.add(route, nbytes, num_frames, tracker)
+            sent[route].append((nbytes + counting._FRAME_BYTES * num_frames, tracker))
+        else:
+            followed = [tracker for _, tracker in sent[route] if tracker is not None and not tracker.done]
+            for tracker in followed[: choose.randrange(3)]:
+                tracker.done = True
+        for each, messages in sent.items():
+            places = [i for i, (_, tracker) in enumerate(messages) if tracker is not None]
+            here = [i for i in places if not messages[i][1].done]
+            left = max((i + 1 for i in places if not here or i < here[0]), default=0)
+            assert unread.of(each) == (sum(nbytes for nbytes, _ in messages[left:]) if here else 0)
+            since = max((i + 1 for i in places), default=0)
+            unmarked = sum(nbytes for nbytes, _ in messages[since:])
+            assert unread.wants_mark(each) == (unmarked >= counting.MARK_EVERY_BYTES)
+
+
+def test_who_does_not_read_is_waited_for_once_until_it_has_read() -> None:
+    unread, trackers = Unread(), [Tracker() for _ in range(3)]
+    for tracker in trackers:
+        unread.add(b"one", 1000, 1, tracker)
+    first, second, _ = trackers
+    assert not unread.await_left(b"one")
+    first.done = True
+    assert not unread.await_left(b"one"), "it was waited for already, and nobody has looked since"
+    assert first.num_waits == 1
+    assert unread.of(b"one") == 2 * (1000 + counting._FRAME_BYTES)
+    second.done = True
+    assert unread.await_left(b"one"), "more has left"
+    assert unread.of(b"one") == 1000 + counting._FRAME_BYTES
 
 
 def test_messages_of_one_peer_stay_with_it_until_they_are_wanted(context: Context[Any], tmp_path: Path) -> None:
