@@ -96,6 +96,23 @@ def test_another_process_of_client_0_gives_the_value_if_nobody_has() -> None:
     np.testing.assert_array_equal(machine.read("k", 0, 1), whole_numbers(COUNT, 0))
 
 
+def test_where_others_wait_for_client_0_it_gives_the_value_when_it_is_back() -> None:
+    machine = Machine("sync", 3, on_client_loss="wait")
+    early = machine.init(1, "k", whole_numbers(COUNT, 1))
+    machine.lose(0)
+    machine.lose(2)
+    late = machine.init(1, "other", whole_numbers(COUNT, 1))
+    assert [machine.error(request) for request in (early, late)] == [None, None]
+    assert machine.ok(machine.hello(0, 2, at=b"again"))
+    for key in ("k", "other"):
+        assert machine.ok(
+            machine.send(b"again", m.Init, key, 0, 1, COUNT, [COUNT], "float32", payloads=[whole_numbers(COUNT, 0)])
+        )
+        np.testing.assert_array_equal(machine.read(key, 0, 1), whole_numbers(COUNT, 0))
+    assert machine.ok(early)
+    assert machine.ok(late)
+
+
 def test_async_goes_on_without_a_client() -> None:
     machine = Machine("async", 2)
     machine.init_all("k", np.zeros(COUNT, "f4"))
@@ -153,6 +170,8 @@ def test_a_new_incarnation_of_a_sync_client_is_refused_and_the_others_are_told()
     again = machine.hello(1, 2, at=b"reborn")
     assert isinstance(machine.error(again), ClientLostError)
     assert isinstance(machine.error(fused), ClientLostError)
+    assert machine.ok(machine.send(0, m.Bye))
+    assert not machine.state.parts[0].shards, "nobody is left for whom the store is kept"
 
 
 def test_the_same_client_may_come_back_on_another_route() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvmpi.ps.order import Span, common
-from kvmpi.ps.steps import Steps, Track
+from kvmpi.ps.steps import Found, Steps, Track
 
 OFTEN = "often"
 
@@ -133,6 +133,23 @@ def test_iterations_of_one_step_that_push_different_keys_are_of_that_step() -> N
             assert turn.span == (step, step) or step == 1
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_later_iteration_of_a_step_may_push_a_key_that_is_not_in_all_of_them(first: int, goes_on: bool) -> None:
+    """The clock has moved since the step began, and that does not tell: a key of every step is still to come."""
+    steps, tracks, start = Steps(counts=True), {key: Track() for key in "abc"}, 6 * goes_on
+    if goes_on:
+        steps.begin_after(start)
+        for key, found in (("a", {5: -5, 6: -6}), ("b", {5: 5, 6: 6}), ("c", {2: 3 + first})):
+            tracks[key].found = Found(max(found), found, 5)
+    for step in range(start + 1, start + 20):
+        for i, keys in enumerate(["a", "cb"]):
+            for key in keys:
+                if key != "c" or step % 3 == first % 3:
+                    (turn,) = steps.take({key: tracks[key]}, clock=2 * step + i)
+                    assert turn.span.earliest <= step <= turn.span.latest, f"{key} in step {step} says {turn.span}"
+
+
 def test_an_order_that_changes_tells_nothing() -> None:
     """What came before all others comes between them, and then after them."""
     steps, tracks = Steps(counts=True), {key: Track() for key in "sab"}
@@ -145,6 +162,18 @@ def test_an_order_that_changes_tells_nothing() -> None:
     assert said[3, "s"] == (3, 4)
     assert said[3, "b"] == (3, 3)
     assert said[4, "s"] == (4, 5)
+
+
+def test_what_comes_before_the_key_that_begins_the_first_step_of_a_process_that_goes_on_is_of_that_step() -> None:
+    """Servers have four steps of the process before; a key that is pushed in the second, fifth, ... comes first."""
+    steps, tracks = Steps(counts=True), {"s": Track(), OFTEN: Track()}
+    steps.begin_after(4)
+    tracks["s"].found, tracks[OFTEN].found = Found(1, {1: 2}, 3), Found(4, {3: -3, 4: -4}, 3)
+    for step in range(5, 20):
+        for key in ("s", OFTEN):
+            if key == OFTEN or step % 3 == 2:
+                (turn,) = steps.take({key: tracks[key]})
+                assert turn.span == (step, step), f"{key} in step {step}"
 
 
 def test_a_round_belongs_to_the_steps_that_all_its_clients_say() -> None:
