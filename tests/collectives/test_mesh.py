@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from kvmpi.arrays import Vector
 from kvmpi.collectives import Collectives, torchrun
 from kvmpi.collectives.mesh import EAGER_BYTES, Mesh, MeshComm
 from kvmpi.deadline import Deadline
-from kvmpi.errors import KVTimeoutError, PeerLostError, ShapeMismatchError
+from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, ShapeMismatchError
 
 TIMEOUT_S = 30.0
 SIZES = (0, 1, 3, EAGER_BYTES - 1, EAGER_BYTES, EAGER_BYTES + 1, 3_000_001)
@@ -334,3 +335,11 @@ def test_who_is_told_all_that_torchrun_tells_is_one_of_several(
         else:
             monkeypatch.setenv(name, value)
     assert torchrun.started() == started
+
+
+def test_torchrun_without_torch_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "_world", None)
+    monkeypatch.setattr(torchrun.mpi_comm, "take_place", lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    with pytest.raises(ConfigError, match="and torch, in whose store they meet, is not here"):
+        torchrun.world(1.0)

@@ -205,7 +205,7 @@ def test_it_is_given_all_again_as_often_as_it_needs_it(
         chain.have_the_same()
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "softsync:1"])
 def test_who_lacks_memory_for_an_update_is_given_all_again(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The rule fails on this server alone: to go on without that update would be to lose it."""
     chain, failed = Chain(mode=mode), list[int]()
@@ -226,7 +226,7 @@ def test_who_lacks_memory_for_an_update_is_given_all_again(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", "sync", "softsync:1"])
 def test_a_head_that_lacks_memory_for_an_update_ends_if_another_can_go_on(
     monkeypatch: pytest.MonkeyPatch, mode: str, length: int
 ) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
-from ps_helpers import Machine, pushes_still_work, whole_numbers
+from ps_helpers import STORE, Machine, pushes_still_work, whole_numbers
+from simulation.copies import of_shard
 
 from kvmpi import optim
 from kvmpi.errors import ClientLostError, ProtocolError
+from kvmpi.ps import replay
+from kvmpi.ps.shard import Shard
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -224,3 +230,76 @@ def test_two_stores_do_not_see_each_other() -> None:
         np.testing.assert_array_equal(got, whole_numbers(COUNT, number))
     machines[0].lose(0, store=0)
     assert list(state.parts[0].shards) == [1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy"), [("sync", "shrink"), ("sync", "wait"), ("async", "wait"), ("ssp:2", "wait")]
+)
+def test_a_copy_of_a_store_knows_what_has_become_of_its_clients(mode: str, policy: str) -> None:
+    """Whatever they do, in whatever order."""
+    done: Counter[str] = Counter()
+    for seed in range(40):
+        choose, machine = random.Random(seed), Machine(mode, 3, on_client_loss=policy)
+        machine.rule(optim.Test(lr=-1.0))
+        machine.init_all(0, whole_numbers(COUNT))
+        processes, steps, num_keys = [1, 1, 1], [0, 0, 0], 1
+        for _ in range(40):
+            client, what = (
+                choose.randrange(3),
+                choose.choice(["lose", "begin", "return", "enter", "finish", "push", "key"]),
+            )
+            if what == "lose":
+                machine.lose(client, processes[client])
+            elif what == "begin":
+                processes[client], steps[client] = processes[client] + 1, 0
+                machine.hello(client, processes[client])
+            elif what == "return":
+                machine.send(client, m.Return)
+            elif what == "enter":
+                machine.send(client, m.Enter, choose.randrange(6))
+            elif what == "finish" and choose.random() < 0.3:
+                machine.send(client, m.Finish)
+            elif what == "push":
+                steps[client] += 1
+                machine.push(client, 0, steps[client], whole_numbers(COUNT, client))
+            elif what == "key":
+                machine.init(client, num_keys, whole_numbers(COUNT), gives=True)
+                num_keys += 1
+            if (shard := machine.state.parts[0].shards.get(STORE)) is None:
+                break
+            copy = Shard(1, STORE, mode, 3, lambda *_: False, policy)
+            for entry, arrays in replay.dump(shard)[1:]:
+                replay.apply(copy, entry, [memoryview(array.tobytes()) for array in arrays], keep=False)
+            assert of_shard(copy) == of_shard(shard), f"seed {seed}, after {what}"
+            clients = shard.clients
+            done.update({
+                "gone": len(clients.gone), "entering": len(clients.entering), "entered": len(clients.entered),
+                "finished": len(clients.finished), "guest": sum(map(clients.is_guest, range(3))),
+            })  # fmt: skip
+    kinds = ["gone", "finished", *(("entering", "entered", "guest") if policy == "shrink" else ())]
+    assert min(done[kind] for kind in kinds) > 50, done
+
+
+def test_a_store_is_kept_for_a_client_that_is_back_when_the_last_of_the_others_leaves() -> None:
+    machine = Machine("sync", 2, on_client_loss="shrink")
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.lose(1)
+    assert machine.ok(machine.hello(1, 2, at=b"again"))
+    assert machine.ok(machine.send(0, m.Bye))
+    np.testing.assert_array_equal(machine.value(machine.send(b"again", m.Pull, "k", 0, 0)), whole_numbers(COUNT))
+
+
+def test_when_a_process_before_has_entered_is_of_no_account_for_new_keys() -> None:
+    machine = Machine("sync", 2, on_client_loss="shrink")
+    machine.init_all("k", whole_numbers(COUNT))
+    for incarnation in (2, 3):
+        machine.lose(1, incarnation - 1)
+        assert machine.ok(machine.hello(1, incarnation))
+        assert machine.ok(machine.send(1, m.Return))
+        if incarnation == 2:
+            assert machine.ok(machine.send(1, m.Enter, 3))
+    assert machine.ok(machine.init(0, "new", whole_numbers(COUNT)))
+    pushed = machine.push(0, "new", 1, whole_numbers(COUNT, 0), fused=True)
+    assert isinstance(machine.last(pushed), m.Accepted), "rounds wait until it has said when it enters"
+    assert machine.ok(machine.send(1, m.Enter, 1))
+    np.testing.assert_array_equal(machine.value(pushed), whole_numbers(COUNT, 0))

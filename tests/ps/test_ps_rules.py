@@ -156,6 +156,7 @@ def test_what_an_async_elastic_push_has_met_is_kept_until_its_sender_has_it() ->
     assert not slot.met_by
     machine.push(0, "k", 2, values[0], fused=True)
     machine.send(0, m.Query, "k", 0, 1, False)  # late, and of the push before
+    machine.push(0, "k", 1, values[0])
     assert list(slot.met_by) == [0]
     machine.push(0, "k", 3, values[0])
     assert not slot.met_by

@@ -163,6 +163,23 @@ def test_a_rule_that_fails_is_told_to_who_has_pushed_last() -> None:
     assert machine.slot("k").rounds == 1
 
 
+def test_a_snapshot_is_due_when_gathered_pushes_are_an_update() -> None:
+    """After every second push of each of two clients, and not before the last of these is in the value."""
+    machine = Gathering(1, 2, every=2)
+    snapshots = machine.state.snapshots
+    assert snapshots is not None
+    for number in range(1, 9):
+        machine.go(number % 2)
+        taking = snapshots.take_ready()
+        assert (taking is not None) == (number % 4 == 0), number
+        if taking is not None:
+            assert taking.number == number // 2
+            assert taking.parts is not None
+            (chunk,) = taking.parts[0][STORE].chunks
+            np.testing.assert_array_equal(chunk.arrays["value"], machine.sum)
+            snapshots.written(taking, [])
+
+
 @pytest.mark.parametrize("names", [["value"], []])
 def test_pushes_that_wait_are_over_with_the_value_that_they_were_for(names: list[str]) -> None:
     """As all before them are where another value is put in its place; not where none is, as with a rule's state."""

@@ -53,13 +53,13 @@ class Copies:
         if part.over != copy.over or part.shards.keys() != copy.shards.keys():
             raise Violation(f"{where}: of other stores")
         for store, shard in part.shards.items():
-            one, another = _of_shard(shard), _of_shard(copy.shards[store])
+            one, another = of_shard(shard), of_shard(copy.shards[store])
             for what in {**one, **another}:
                 if one.get(what) != another.get(what):
                     raise Violation(f"{where}, {what}: {another.get(what)} instead of {one.get(what)}")
 
 
-def _of_shard(shard: Shard) -> dict[str, Any]:
+def of_shard(shard: Shard) -> dict[str, Any]:
     """All that lasts, by what it is. Taken from where it is, not from ``replay.dump``, which may have forgotten it."""
     clients = shard.clients
     entered = {client for client, process in clients.entered.items() if process == clients.incarnations[client]}
