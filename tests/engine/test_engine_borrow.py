@@ -52,6 +52,18 @@ def test_a_waiting_borrower_runs_the_lane_in_its_order(engine: Engine) -> None:
     engine.close(TIMEOUT_S)
 
 
+def test_who_waits_runs_nothing_that_comes_after(threaded: ThreadedEngine) -> None:
+    trace = Trace()
+    with threaded.borrow("reduce"):
+        works = [threaded.push(lambda i=i: trace.note(str(i)), lane="reduce", name=str(i)) for i in range(5)]
+        works[1].wait()
+        assert trace.names == ["0", "1"]
+        works[2].wait()
+        assert trace.names == ["0", "1", "2"]
+    works[4].wait(TIMEOUT_S)
+    assert trace.names == ["0", "1", "2", "3", "4"]
+
+
 def test_what_is_left_at_the_end_runs_on_the_lane_itself(threaded: ThreadedEngine) -> None:
     trace, me = Trace(), threading.get_ident()
     for _ in range(3):  # before the lane has a thread, and while that is parked

@@ -229,6 +229,21 @@ def test_a_signal_where_a_returned_work_is_done_leaves_nobody_waiting(
     engine.close(TIMEOUT_S)
 
 
+def test_what_runs_on_after_a_signal_has_closed_the_engine_is_waited_for_by_join_alone() -> None:
+    engine, busy, release = create_engine(), threading.Event(), threading.Event()
+    engine.push(lambda: (busy.set(), release.wait(TIMEOUT_S)), lane="cpu", name="stuck")
+    assert busy.wait(TIMEOUT_S)
+    engine._break(KeyboardInterrupt())  # type: ignore[attr-defined]
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(TIMEOUT_S / 2)
+    assert not closing.is_alive()
+    with pytest.raises(KVTimeoutError, match="runs on"):
+        engine.join(0.01)
+    release.set()
+    engine.join(TIMEOUT_S)
+
+
 def test_close_logs_what_nobody_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     engine = create_engine()
     engine.push(lambda: 1 // 0)

@@ -68,6 +68,7 @@ def test_each_time_is_exact_and_from_the_third_on_nothing_is_looked_at(
             np.testing.assert_array_equal(np.asarray(got), expected[key], err_msg=f"key {key}, step {step}")
     assert looks == ["pushpull"] * 2
     assert kv.stats()["phases"]["push"]["calls"] == 5 * len(keys)
+    assert kv._observe().totals["steps"] == 5
 
 
 def test_other_arrays_and_what_is_wrong_are_looked_at(kv: Any, looks: list[str]) -> None:
@@ -132,6 +133,23 @@ def test_what_an_earlier_call_has_left_is_raised_and_what_is_closed_says_so(kv: 
         kv.pushpull(keys, values)
 
 
+def test_who_has_joined_pushes_no_more_though_the_call_is_known(kv: Any) -> None:
+    keys, given = [9, 4], [np.zeros(SHAPES[9], "f4"), np.zeros(SHAPES[4], "f4")]
+    for _ in range(4):
+        for key, array in ((keys, given), (9, given[0]), (4, given[1])):
+            for array_ in given:
+                array_[...] = 0
+            kv.push(key, array)
+            kv.pushpull(key, array)
+    kv.join()
+    for call in (kv.pushpull, kv.push):
+        for key, array in ((keys, given), (4, given[1])):
+            with pytest.raises(KVError, match="has called join"):
+                call(key, array)
+    kv.pull(4, given[1])
+    np.testing.assert_array_equal(given[1], numbers(4))
+
+
 def test_autograd_hears_of_what_is_written(kv: Any) -> None:
     torch = pytest.importorskip("torch")
     keys = [4, 1]
@@ -177,6 +195,7 @@ def test_pushes_and_pulls_too(kv: Any, grouped: list[str], make: Make) -> None:
             np.testing.assert_array_equal(np.asarray(got), expected[key], err_msg=f"key {key}, step {step}")
     assert grouped == ["push", "pull"] * 2
     assert kv.stats()["phases"]["push"]["calls"] == 5 * len(keys)
+    assert kv._observe().totals["steps"] == 5
     others = [make(np.full(SHAPES[key], np.nan, "f4")) for key in keys]
     kv.pull(keys, others)
     for key, got in zip(keys, others, strict=True):
@@ -207,13 +226,16 @@ def test_they_raise_what_an_earlier_call_has_left(kv: Any, grouped: list[str], o
         getattr(kv, op)(keys, given)
 
 
-def test_a_push_that_is_known_is_one_of_whole_arrays(kv: Any) -> None:
+@pytest.mark.parametrize("op", ["push", "pushpull"])
+def test_a_push_that_is_known_is_one_of_whole_arrays(kv: Any, op: str) -> None:
     keys, given = [9, 4], [np.zeros(SHAPES[9], "f4"), np.zeros(SHAPES[4], "f4")]
     for _ in range(3):
-        kv.push(keys, given)
+        getattr(kv, op)(keys, given)
+        for array in given:
+            array[...] = 0
     kv.push(4, (np.array([2]), np.ones(1, "f4")))
     assert kv._keys[4].by_rows
-    kv.push(keys, given)
+    getattr(kv, op)(keys, given)
     assert not kv._keys[4].by_rows
     kv.pull(keys, given)
     expected = numbers(4)
@@ -247,6 +269,7 @@ def test_one_key_is_looked_at_once_wherever_its_arrays_lie(
             kept += [value, out]
     assert looks == ["pushpull", "push", "pull"] * len(SHAPES)
     assert kv.stats()["phases"]["push"]["calls"] == 10 * len(SHAPES)
+    assert kv._observe().totals["steps"] == 10
 
 
 @pytest.mark.parametrize("op", ["push", "pull", "pushpull"])

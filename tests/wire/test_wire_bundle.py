@@ -71,6 +71,37 @@ def test_many_are_cut_into_several() -> None:
     assert counts == [256, 256, 88]
 
 
+def test_no_header_has_more_than_a_quarter_of_what_a_frame_may() -> None:
+    sent = [(m.State(number, 0, ["x" * (number % 400)]), [payload(number % 7, number)]) for number in range(200)]
+    found = list(bundle.gathered(sent, refuse, 4096))
+    headers = [len(header) for header, _ in found]
+    assert max(headers) <= 1024
+    assert len(found) < 100, "they travel together all the same"
+    came = [one for header, payloads in found for one in bundle.parted(header, frames_of(payloads))]
+    assert [(message, bytes(parts[0])) for message, parts in came] == [
+        (message, payloads[0].tobytes()) for message, payloads in sent
+    ]
+
+
+@pytest.mark.parametrize(("most_bytes", "counts"), [(LIMIT, [8, 8, 4]), (70_000, [2] * 10), (32_768, [1] * 20)])
+def test_no_frame_has_more_payloads_than_it_may(most_bytes: int, counts: list[int]) -> None:
+    sent = [(m.Ack(number, 1), [payload((32 << 10) - 1, number)]) for number in range(20)]
+    found = [
+        bundle.parted(header, frames_of(payloads)) for header, payloads in bundle.gathered(sent, refuse, most_bytes)
+    ]
+    assert list(map(len, found)) == counts
+    assert [bytes(parts[0]) for each in found for _, parts in each] == [payloads[0].tobytes() for _, payloads in sent]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_what_cannot_be_encoded_the_sender_hears(count: int) -> None:
+    refused: list[tuple[Any, ProtocolError]] = []
+    sent = [(m.Ack((1 << 70) + number, 1), ()) for number in range(count)]
+    assert not list(bundle.gathered(sent, lambda *what: refused.append(what), LIMIT))
+    assert [message for message, _ in refused] == [message for message, _ in sent]
+    assert all(isinstance(error, ProtocolError) for _, error in refused)
+
+
 def test_one_that_cannot_be_encoded_hurts_no_other() -> None:
     refused: list[Any] = []
     sent = [(m.Ack(1, 1), ()), (m.Ack(1 << 70, 2), ()), (m.Ack(3, 3), ())]
