@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from rank_threads import RunRanks
 
 from kvmpi.arrays import Vector
-from kvmpi.collectives import Collectives, torchrun
+from kvmpi.collectives import Collectives, mesh, torchrun
 from kvmpi.collectives.mesh import EAGER_BYTES, Mesh, MeshComm
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ConfigError, KVTimeoutError, PeerLostError, ShapeMismatchError
@@ -170,6 +171,46 @@ def test_a_rank_that_has_ended_is_named_and_what_it_has_sent_arrives() -> None:
         finish(comm.isend(into, 1, 0))  # the other is there
 
     run(3, do)
+
+
+def with_a_socket() -> tuple[MeshComm, socket.socket]:
+    """Rank 0 of two, and the other end of its connection, at which a test says what it likes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        end = socket.create_connection(listener.getsockname())
+        return MeshComm(Mesh(0, {1: listener.accept()[0]}, {1: "rank 1"}), range(2), "test"), end
+
+
+@pytest.mark.parametrize("kind", [mesh._BODY, mesh._WANTED, mesh._DROPPED, 9])
+def test_who_answers_what_nobody_has_said_is_lost(kind: int) -> None:
+    comm, end = with_a_socket()
+    with end:
+        end.sendall(mesh._HEADER.pack(kind, 0, comm._context, 7, 0))
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="rank 1 is lost: it answers what nobody has said"):
+                finish(comm.irecv(np.zeros(8, np.uint8), 1, 0))
+    comm.free()
+
+
+def test_who_ends_before_its_offer_is_answered_is_lost() -> None:
+    comm, end = with_a_socket()
+    request = comm.irecv(np.zeros(2 * EAGER_BYTES, np.uint8), 1, 0)
+    end.sendall(mesh._HEADER.pack(mesh._OFFER, 0, comm._context, 0, 2 * EAGER_BYTES))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is answered any more
+    end.close()
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 1 is lost: its connection broke"):
+            finish(request)
+    comm.free()
+
+
+def test_nobody_waits_once_this_process_has_closed_its_connections() -> None:
+    comm, end = with_a_socket()
+    requests = [comm.irecv(np.zeros(8, np.uint8), 1, 0), comm.isend(np.zeros(2 * EAGER_BYTES, np.uint8), 1, 0)]
+    comm.free()
+    for request in requests:
+        with pytest.raises(PeerLostError, match="this process has closed its connections"):
+            finish(request)
+    end.close()
 
 
 def test_a_receive_that_was_given_up_takes_nothing() -> None:
