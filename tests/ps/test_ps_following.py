@@ -409,6 +409,16 @@ def test_a_round_that_nobody_is_in_is_over_on_all_servers() -> None:
         assert (slot.rounds, slot.updates, slot.last_step) == (2, 1, 2)
 
 
+def test_those_that_follow_know_to_which_steps_the_pushes_of_a_round_belong() -> None:
+    """Which are not the same where a client leaves some out."""
+    chain = Chain(mode="sync", num_clients=2, on_client_loss="wait")
+    for number, steps in enumerate([(-1, -1), (-2, 3), (5, -4), (-6, -6)], start=1):
+        for client, at in enumerate(steps):
+            push = m.Push(10 * number + client, "k", 0, number, "none", False, at=at, done=abs(at) - 1)
+            chain.ask(push, whole_numbers(COUNT, number, client), client=client)
+        chain.have_the_same()
+
+
 def test_a_rule_that_who_is_back_has_changed_is_the_same_on_a_server_that_was_given_all_before() -> None:
     chain = Chain(mode="sync", num_clients=2, on_client_loss="shrink")
     chain.ask(m.Bye(10, text="an error"), client=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvmpi import optim
 from kvmpi.errors import ClientLostError, ProtocolError
 from kvmpi.ps import replay
 from kvmpi.ps.shard import Shard
+from kvmpi.wire import MAX_HEADER_BYTES, encode
 from kvmpi.wire import messages as m
 
 COUNT = 5
@@ -232,6 +234,14 @@ def test_two_stores_do_not_see_each_other() -> None:
     assert list(state.parts[0].shards) == [1]
 
 
+def copy_of(shard: Shard, policy: str = "fail") -> Shard:
+    """What a server has that joins the chain."""
+    copy = Shard(1, STORE, shard.mode, shard.num_clients, lambda *_: False, policy)
+    for entry, arrays in replay.dump(shard)[1:]:
+        replay.apply(copy, entry, [memoryview(array.tobytes()) for array in arrays], keep=False)
+    return copy
+
+
 @pytest.mark.parametrize(
     ("mode", "policy"), [("sync", "shrink"), ("sync", "wait"), ("async", "wait"), ("ssp:2", "wait")]
 )
@@ -267,10 +277,7 @@ def test_a_copy_of_a_store_knows_what_has_become_of_its_clients(mode: str, polic
                 num_keys += 1
             if (shard := machine.state.parts[0].shards.get(STORE)) is None:
                 break
-            copy = Shard(1, STORE, mode, 3, lambda *_: False, policy)
-            for entry, arrays in replay.dump(shard)[1:]:
-                replay.apply(copy, entry, [memoryview(array.tobytes()) for array in arrays], keep=False)
-            assert of_shard(copy) == of_shard(shard), f"seed {seed}, after {what}"
+            assert of_shard(copy_of(shard, policy)) == of_shard(shard), f"seed {seed}, after {what}"
             clients = shard.clients
             done.update({
                 "gone": len(clients.gone), "entering": len(clients.entering), "entered": len(clients.entered),
@@ -303,3 +310,30 @@ def test_when_a_process_before_has_entered_is_of_no_account_for_new_keys() -> No
     assert isinstance(machine.last(pushed), m.Accepted), "rounds wait until it has said when it enters"
     assert machine.ok(machine.send(1, m.Enter, 1))
     np.testing.assert_array_equal(machine.value(pushed), whole_numbers(COUNT, 0))
+
+
+def test_a_copy_of_a_store_knows_how_a_round_has_failed() -> None:
+    @optim.register("fails before it is copied")
+    class Fails(optim.Test):
+        def compute(self, b: Any) -> None:
+            raise ValueError("on purpose")
+
+    machine = Machine("sync", 2)
+    machine.init_all("k", whole_numbers(COUNT))
+    machine.rule(Fails())
+    for client in range(2):
+        machine.push(client, "k", 1, whole_numbers(COUNT, client))
+    shard = machine.state.parts[0].shards[STORE]
+    assert "on purpose" in str(shard.slots["k", 0].failed)
+    assert of_shard(copy_of(shard)) == of_shard(shard)
+
+
+def test_a_copy_of_a_store_knows_which_keys_were_in_its_snapshot_however_many() -> None:
+    machine = Machine("sync", 1)
+    shard = machine.state.parts[0].shards[STORE]
+    shard.saved = frozenset([*range(3000), *(f"the key number {i}, of a long name" for i in range(6000))])
+    lengths = [len(encode(m.Log(0, 1, 1, 0, entry))) for entry, _ in replay.dump(shard)]
+    assert sum(lengths) > 3 * MAX_HEADER_BYTES // 4
+    assert max(lengths) <= MAX_HEADER_BYTES // 2, "what is said of one entry fits"
+    assert len(lengths) < 10
+    assert copy_of(shard).saved == shard.saved
