@@ -117,6 +117,10 @@ def test_payloads_arrive_both_ways_and_come_back(start: Callable[..., Pair], nby
     pair.answer([])
     pair.ask([])
     assert pair.lent_bytes == (0, 0)
+    for context in (pair.here, pair.there):
+        arena = context.arena()
+        assert arena is not None
+        assert arena.num_blocks == 0, "memory that came back is free"
 
 
 def test_what_is_held_never_changes_and_a_full_pool_is_no_obstacle(start: Callable[..., Pair]) -> None:
@@ -153,6 +157,96 @@ def test_an_array_that_others_can_read_is_sent_where_it_lies_and_kept_until_it_i
     del arrived
     pair.ask([])
     assert arena.num_blocks == 0
+
+
+def acquainted(arena_bytes: int, limit_bytes: int) -> tuple[partner.Partner, partner.Partner, shared_memory.Arena]:
+    """Two ends, and the arena of the first."""
+    arena = shared_memory.Arena(arena_bytes)
+    here = partner.Partner(arena, limit_bytes, 2 * MIB)
+    there = partner.Partner(shared_memory.Arena(MIB), 2 * MIB, 2 * MIB)
+    answer = there.meet(here.offer(answer=True))
+    assert isinstance(answer, slips.Offer)
+    proof = here.meet(answer)
+    assert proof is not None
+    there.meet(proof)
+    assert here.shares
+    return here, there, arena
+
+
+def sent(here: partner.Partner, there: partner.Partner, payloads: list[np.ndarray]) -> tuple[int, list[memoryview]]:
+    """How many payloads were frames, and what arrives."""
+    header, frames = here.pack(b"header", payloads)
+    slip, rest = slips.decode(header)
+    assert isinstance(slip, slips.Parcel)
+    assert rest == b"header"
+    return len(frames), there.unpack(slip, [memoryview(frame.tobytes()) for frame in frames])
+
+
+def test_a_peer_keeps_a_quarter_of_an_arena_in_place_at_most() -> None:
+    here, there, arena = acquainted(2 * MIB, 0)
+    value = arena.empty(MIB, np.dtype("u1"))
+    assert value is not None
+    value[:] = pattern(MIB, 1)
+    held = []
+    for expected in (0, 0, 0, 0, 1, 1):
+        num_frames, arrived = sent(here, there, [value[: MIB // 8]])
+        assert num_frames == expected
+        assert arrived == [value[: MIB // 8].tobytes()]
+        held.append(arrived)
+    assert here.lent_bytes == MIB // 2
+    held.clear()
+    del arrived
+    parcel = there.overdue()
+    assert parcel is not None
+    here.unpack(parcel, [])
+    assert here.lent_bytes == 0
+    assert sent(here, there, [value[: MIB // 8]])[0] == 0
+
+
+def test_what_does_not_lie_in_one_piece_arrives_as_it_is() -> None:
+    here, there, arena = acquainted(MIB, MIB)
+    value = arena.empty(8 * MINIMUM, np.dtype("u1"))
+    assert value is not None
+    value[:] = pattern(8 * MINIMUM, 1)
+    for payload in (value[::2], pattern(8 * MINIMUM, 2)[::4], value.reshape(8, -1).T):
+        assert sent(here, there, [payload])[1] == [payload.tobytes()]
+
+
+def test_whose_memory_is_out_of_sight_has_nothing_announced_in_it() -> None:
+    here, there, _ = acquainted(MIB, MIB)
+    announced, _ = slips.decode(here.pack(b"", [pattern(MINIMUM, 1)])[0])
+    assert isinstance(announced, slips.Parcel)
+    assert there.meet(slips.Offer(0, -1, 0, b"", False)) is None, "there is nothing to prove"
+    with pytest.raises(ProtocolError, match="memory that this process does not see"):
+        there.unpack(announced, [])
+    assert not there.gone()
+
+
+@pytest.mark.parametrize("num_blocks", [256, 257])
+def test_a_slip_stays_small(num_blocks: int) -> None:
+    here, _, arena = acquainted(64 * MIB, MIB)
+    value = arena.empty(MINIMUM, np.dtype("u1"))
+    assert value is not None
+    header, frames = here.pack(b"header", [value] * num_blocks)
+    assert len(header) < slips.MAX_SLIP_BYTES
+    assert len(frames) == (0 if num_blocks == 256 else 257)
+    if frames:
+        assert header == b"header"
+
+
+def test_no_slip_is_longer_than_it_may_be() -> None:
+    overhead = len(slips.encode(slips.Proof(bytes(60_000)))) - 8 - 60_000
+    for more in (0, 1):
+        slip = slips.Proof(bytes(slips.MAX_SLIP_BYTES - overhead + more))
+        frame = slips.encode(slip, b"header")
+        assert len(frame) == 8 + slips.MAX_SLIP_BYTES + more + len(b"header")
+        if not more:
+            assert slips.decode(frame) == (slip, b"header")
+            continue
+        with pytest.raises(ProtocolError, match=f"slip of {slips.MAX_SLIP_BYTES + 1} bytes"):
+            slips.decode(frame)
+    with pytest.raises(ProtocolError, match="slip of 12 bytes in a frame of 19"):
+        slips.decode(slips.encode(slips.Unknown(), b"header")[:4] + (12).to_bytes(4, "little") + bytes(11))
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
