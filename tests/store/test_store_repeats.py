@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
 
 import numpy as np
+import pytest
+from rank_threads import RunRanks
 
 from kvmpi.collectives import Call
+from kvmpi.collectives.memory_comm import MemoryComm
+from kvmpi.config import Config
+from kvmpi.deadline import Deadline
+from kvmpi.errors import KVError
 from kvmpi.store import repeats
 from kvmpi.store.repeats import Repeat, Repeats
+from kvmpi.store.replicated import ReplicatedStore
 
 NUM_KEYS = 500
 
@@ -75,3 +87,134 @@ def test_a_sum_in_place_is_known_wherever_its_arrays_lie() -> None:
     for call in others:
         signature = known.signature(*call)
         assert signature is None or known.like(signature) is None, call[:3]
+
+
+SHAPES = {"a": (3, 5), "b": (15,), "c": (7,)}
+
+
+def numbers(*seeds: int, key: str) -> np.ndarray:
+    return np.random.default_rng([ord(key), *seeds]).integers(-9, 10, SHAPES[key]).astype("f4")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_that_some_workers_know_are_right_whatever_came_between(run_ranks: RunRanks, seed: int) -> None:
+    """Against what a dict says. One worker has arrays of its own for each call, another new ones now and then."""
+    size = 2 + seed % 2
+    fired: Counter[str] = Counter()
+
+    def rank_main(comm: MemoryComm) -> None:
+        choose, mine = random.Random(seed), random.Random(f"{seed} {comm.rank}")
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        value, pushes = {key: numbers(seed, key=key) for key in SHAPES}, Counter[str]()
+        kv.init(list(SHAPES), [value[key].copy() for key in SHAPES])
+        kept = {key: (np.zeros(shape, "f4"), np.zeros(shape, "f4")) for key, shape in SHAPES.items()}
+        for step in range(50):
+            what = choose.choice(["in place", "into others", "to views", "views", "two arrays", "sum", "pull"])
+            keys = choose.choice([["a", "b", "c"], ["b", "a"], ["c"]])
+            waits = choose.random() < 0.6
+            arrays = {key: kept[key] for key in keys}
+            if comm.rank == 1 or (comm.rank == 2 and mine.random() < 0.5):
+                arrays = {key: (np.zeros(SHAPES[key], "f4"), np.zeros(SHAPES[key], "f4")) for key in keys}
+            total = {}
+            for key in keys:
+                arrays[key][0][...] = numbers(seed, step, comm.rank, key=key)
+                total[key] = sum(numbers(seed, step, rank, key=key) for rank in range(size))
+            pushed, outs = [arrays[key][0] for key in keys], [arrays[key][1] for key in keys]
+            if what == "views" and keys == ["c"]:
+                what = "in place"
+            if what == "views":  # each of two keys gets what the other has, and a third what it is given
+                pushed[:2] = [kv.view(keys[1]).reshape(SHAPES[keys[0]]), kv.view(keys[0]).reshape(SHAPES[keys[1]])]
+                total |= {
+                    keys[0]: size * value[keys[1]].reshape(SHAPES[keys[0]]),
+                    keys[1]: size * value[keys[0]].reshape(SHAPES[keys[1]]),
+                }
+            if what == "two arrays":
+                pushed, total = [[array, array] for array in pushed], {key: 2 * total[key] for key in keys}
+            if what == "to views":
+                outs = [kv.view(key) for key in keys]
+            if what == "pull":
+                work, total = kv.pull(keys, outs, async_op=not waits), {key: value[key] for key in keys}
+            elif what == "sum":
+                work = kv.allreduce(keys, pushed, outs, async_op=not waits)
+            elif what == "in place":
+                work, outs = kv.pushpull(keys, pushed, async_op=not waits), pushed
+            else:
+                work = kv.pushpull(keys, pushed, outs, async_op=not waits)
+            if what != "sum":
+                value |= total
+            if what != "pull":
+                pushes.update(keys)
+            if not waits and choose.random() < 0.5:
+                also = np.empty(SHAPES[keys[0]], "f4")
+                kv.pull(keys[0], also)  # which sees what was pushed before it
+                np.testing.assert_array_equal(also, value[keys[0]], err_msg=f"seed {seed}, step {step}: {what} {keys}")
+            if work is not None:
+                work.wait()
+            for key, out in zip(keys, outs, strict=True):
+                np.testing.assert_array_equal(out, total[key], err_msg=f"seed {seed}, step {step}: {what} {keys}")
+            for key in SHAPES:
+                np.testing.assert_array_equal(
+                    kv.view(key), value[key], err_msg=f"seed {seed}, step {step}: {what} {keys}"
+                )
+        assert kv._observe().totals["steps"] == max(pushes.values())
+        if comm.rank == 0:
+            fired["known"] += len(kv._repeats._known)
+        kv.close()
+
+    run_ranks(size, rank_main)
+    assert fired["known"] > 3, "nothing was made again"
+
+
+def test_a_pull_waits_for_the_sum_of_a_call_that_is_known(run_ranks: RunRanks) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        kv.init(["a", "c"], [numbers(1, key="a"), numbers(1, key="c")])
+        pushed, out = [np.empty(SHAPES[key], "f4") for key in "ac"], np.empty(SHAPES["c"], "f4")
+        for step in range(6):
+            for key, array in zip("ac", pushed, strict=True):
+                array[...] = numbers(step, comm.rank, key=key)
+            release = threading.Event()
+            kv._engine.push(lambda release=release: release.wait(20.0), lane="reduce", name="a sum that takes long")
+            before = kv.stats()["phases"]["wait"]["calls"]
+            works = [kv.pushpull(["a", "c"], pushed, async_op=True), kv.pull("c", out, async_op=True)]
+            deadline = Deadline(20.0)
+            while kv.stats()["phases"]["wait"]["calls"] < before + 2 and not deadline.expired():
+                time.sleep(1e-3)  # until all have heard of both
+            release.set()
+            for work in works:
+                work.wait()
+            right = numbers(step, 0, key="c") + numbers(step, 1, key="c")
+            np.testing.assert_array_equal(out, right, err_msg=f"step {step}")
+        assert kv._repeats._known
+        kv.close()
+
+    run_ranks(2, rank_main)
+
+
+@pytest.mark.parametrize("shared", [(0, 1), (1, 2), (0, 2), ()])
+def test_a_sum_in_place_of_arrays_that_share_memory_is_none_that_is_known(
+    run_ranks: RunRanks, shared: tuple[int, ...]
+) -> None:
+    """Though it is like one: what becomes of them is what becomes of them in the first call."""
+
+    def rank_main(comm: MemoryComm) -> list[Any]:
+        found: list[Any] = []
+        for known in (False, True):
+            kv = ReplicatedStore("mpi", Config(timeout_s=20.0, bucket_bytes=1), comm)
+            kv.init(list("abc"), [np.zeros(5, "f4")] * 3)
+            for _ in range(3 * known):
+                kv.allreduce(list("abc"), [np.ones(5, "f4") for _ in "abc"])
+            room = np.arange(30, dtype="f4").reshape(6, 5) + comm.rank
+            arrays = [room[0], room[1], room[5]]
+            for which, start in zip(shared, (10, 12), strict=False):
+                arrays[which] = room.reshape(-1)[start : start + 5]
+            try:
+                kv.allreduce(list("abc"), arrays)
+                found.append([array.tolist() for array in arrays])
+            except KVError as error:
+                found.append(str(error))
+            kv.abort()
+        return found
+
+    for first, again in run_ranks(2, rank_main):
+        assert first == again

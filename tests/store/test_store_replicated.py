@@ -184,6 +184,31 @@ def test_a_result_may_go_to_the_view_of_its_key() -> None:
         assert (kv.view(1) == 10).all()
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])  # one or two at a time, or all
+def test_views_of_torch_keys_that_are_pushed_again_and_again_are_what_they_were_before_each_call(
+    run_ranks: RunRanks, bucket_bytes: int
+) -> None:
+    """Such may be written to, and so the call might be taken for one that is known; sums are made where values lie."""
+    torch = pytest.importorskip("torch")
+
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0, bucket_bytes=bucket_bytes), comm)
+        a, b = torch.arange(15.0).reshape(3, 5), torch.arange(100.0, 115.0)
+        keys, own = ["a", "c", "b", "d"], torch.full((7,), 1.0 + comm.rank)
+        kv.init(keys, [a, own, b, own])
+        outs = [torch.zeros(3, 5), torch.zeros(7), torch.zeros(15), torch.zeros(7)]
+        for step in range(12):
+            pushed = [kv.view("b").reshape(3, 5), own, kv.view("a").reshape(15), own]
+            kv.pushpull(keys, pushed, outs if step % 2 else list(map(kv.view, keys)))
+            a, b = 2 * b.reshape(3, 5), 2 * a.reshape(15)
+            for key, out, right in zip(keys, outs, (a, torch.full((7,), 3.0), b, torch.full((7,), 3.0)), strict=True):
+                assert torch.equal(kv.view(key), right), f"key {key}, step {step}"
+                assert not step % 2 or torch.equal(out, right), f"key {key}, step {step}"
+        kv.close()
+
+    run_ranks(2, rank_main)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_views_that_are_pushed_together_are_what_they_were_before_the_call(run_ranks: RunRanks, size: int) -> None:
     """A rule changes values where they are, key by key, while the next key's sum may be still to read them."""
