@@ -218,3 +218,28 @@ def test_a_sum_in_place_of_arrays_that_share_memory_is_none_that_is_known(
 
     for first, again in run_ranks(2, rank_main):
         assert first == again
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_worker_that_has_joined_takes_part_in_calls_that_others_know(run_ranks: RunRanks, waits: bool) -> None:
+    def rank_main(comm: MemoryComm) -> None:
+        kv = ReplicatedStore("mpi", Config(timeout_s=20.0), comm)
+        kv.init(["a", "c"], [numbers(1, key="a"), numbers(1, key="c")])
+        pushed = [np.empty(SHAPES[key], "f4") for key in "ac"]
+        for step in range(10):
+            if comm.rank == 1 and step == 5:
+                break
+            for key, array in zip("ac", pushed, strict=True):
+                array[...] = numbers(step, comm.rank, key=key)
+            work = kv.pushpull(["a", "c"], pushed, async_op=not waits)
+            if work is not None:
+                work.wait()
+            for key, array in zip("ac", pushed, strict=True):
+                right = numbers(step, 0, key=key) + (numbers(step, 1, key=key) if step < 5 else 0)
+                np.testing.assert_array_equal(array, right, err_msg=f"step {step}, key {key}")
+        assert kv._repeats._known
+        kv.join()
+        np.testing.assert_array_equal(kv.view("a"), numbers(9, 0, key="a"))
+        kv.close()
+
+    run_ranks(2, rank_main)
