@@ -162,6 +162,10 @@ class Config:
         "curve", "TCP between scheduler, servers and masters: encrypted and for members of the job only; off: open to "
         "everyone who reaches the ports", ("curve", "off"),
     )  # fmt: skip
+    io_threads: int = _setting(
+        0, "threads of a process that encrypt, copy and send what goes to other processes, each for some of its "
+        "connections; 0: one for each four cores that it may use, 1 to 4"
+    )  # fmt: skip
     handshake_s: float = _setting(10.0, "seconds in which a new TCP connection must prove that it belongs to the job")
     scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")
     mpirun: str = _setting(
@@ -208,7 +212,7 @@ class Config:
         for name in (*counts, "bucket_bytes", "window_bytes", "softsync"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must be at least 1")
-        for name in ("stall_s", "grace_s", "chunk_bytes", "staleness"):
+        for name in ("stall_s", "grace_s", "chunk_bytes", "staleness", "io_threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
         if not 1 <= self.num_rings <= 8:

@@ -64,7 +64,7 @@ class Reporter:
 
     def _run(self) -> None:
         # Reports are small: nothing is to be had from shared memory.
-        context = new_context(replace(self._config, shared_payloads="off"))
+        context = new_context(replace(self._config, shared_payloads="off", io_threads=1))
         try:
             name, silence_s = f"worker {self._config.rank}", self._config.heartbeat_timeout_s / 4
             limit_bytes = self._config.max_message_bytes

@@ -11,6 +11,7 @@ import zmq
 
 from kvmpi.config import Config
 from kvmpi.errors import ConfigError
+from kvmpi.machine import num_cores
 from kvmpi.wire.gate import DOMAIN, Gate
 from kvmpi.wire.keys import JobKeys, KeyPair, read_keys
 from kvmpi.wire.partner import SHARE_FROM_BYTES, Partner
@@ -27,6 +28,9 @@ _CURVE_BYTES = 8 + 8 + 1 + 16
 
 #: So many windows of a session fit into what a peer may keep in shared memory, if nothing else is said.
 _SHARED_WINDOWS = 4
+
+#: Others compute on these, and serve.
+_CORES_PER_IO_THREAD, _MOST_IO_THREADS = 4, 4
 
 _S_co = TypeVar("_S_co", bound=zmq.Socket[Any], covariant=True)
 
@@ -159,11 +163,18 @@ class Context(zmq.Context[_S_co]):
 
 
 def new_context(config: Config | None = None) -> Context[Any]:
-    """A context with one I/O thread; its owner ends it with ``destroy()``.
+    """A context; its owner ends it with ``destroy()``.
 
     Args:
-        config: its ``security``, ``keys`` and ``handshake_s`` count. Without it there are no keys, and so no TCP.
+        config: its ``security``, ``keys``, ``handshake_s`` and ``io_threads`` count. Without it there are no keys, and
+            so no TCP.
     """
-    context: Context[Any] = Context(io_threads=1)
-    context.config = config or Config()
+    config = config or Config()
+    context: Context[Any] = Context(io_threads=config.io_threads or num_io_threads(num_cores()))
+    context.config = config
     return context
+
+
+def num_io_threads(cores: int) -> int:
+    """How many a process has. One connection is one thread's, who encrypts half a gigabyte a second."""
+    return min(max(1, cores // _CORES_PER_IO_THREAD), _MOST_IO_THREADS)

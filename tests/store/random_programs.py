@@ -79,6 +79,7 @@ def job_of(seed: int) -> tuple[str, dict[str, Any]]:
         settings["window_bytes"] = rng.choice([20_000, 300_000])
     if rng.random() < 0.1:
         settings["shared_bytes"] = 100_000
+    settings["io_threads"] = random.Random(f"threads {seed // PER_JOB}").choice([1, 1, 2, 4])
     return SHAPES[seed // PER_JOB % len(SHAPES)], settings
 
 

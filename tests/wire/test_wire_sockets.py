@@ -34,6 +34,7 @@ from kvmpi.wire import (
 )
 from kvmpi.wire import messages as m
 from kvmpi.wire.addresses import is_loopback
+from kvmpi.wire.context import num_io_threads
 
 MIB = 1 << 20
 TIMEOUT_S = 20.0
@@ -430,6 +431,35 @@ def test_little_is_under_way_within_a_host_and_between_hosts_as_much_as_the_link
             ends = kernel_send_buffers(int(listener.endpoints[0].rpartition(":")[2]))
             assert len(ends) == 2
             assert (set(ends) == {2 * (512 << 10)}) == is_loopback(host)  # the kernel counts its own needs, too
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (7, 1), (8, 2), (15, 3), (16, 4), (128, 4)])
+def test_some_of_the_cores_carry_messages(cores: int, threads: int) -> None:
+    assert num_io_threads(cores) == threads
+
+
+def test_connections_are_spread_over_the_threads_that_were_asked_for() -> None:
+    def threads() -> list[str]:
+        names = [read_text(f"/proc/self/task/{task}/comm").strip() for task in os.listdir("/proc/self/task")]
+        return sorted(name for name in names if "IO" in name)
+
+    before = threads()
+    context = new_context(Config(io_threads=3, security="off"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(context.destroy, 0)
+        listener = Listener(context, MIB)
+        stack.callback(listener.close)
+        endpoint = listener.bind_tcp("127.0.0.1")
+        connections = [Connection(context, endpoint, MIB) for _ in range(6)]
+        for number, connection in enumerate(connections):
+            stack.callback(connection.close)
+            hears_from(listener, connection)
+            connection.send(m.Bye(number), [np.full(300_007, number, np.uint8)])
+            (payload,) = receive(listener)[2]
+            assert (np.asarray(payload) == number).all()
+        assert len(threads()) == len(before) + 3
+    with pytest.raises(ConfigError, match="KVMPI_IO_THREADS=-1"):
+        Config(io_threads=-1)
 
 
 def test_a_waker_wakes_and_does_not_fill_up() -> None:
