@@ -82,7 +82,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place.get(item.path.stem, len(LONG)), -number[item.path], item.path))
 
 
+def pytest_collection() -> None:
+    """What thousands of tests are made of stays until the end: the collector looks through it only once."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What thousands of tests are made of stays until the end: the collector, which many tests call, passes over it."""
+    """The collector, which many tests call, passes over it from now on."""
+    gc.enable()
     gc.collect()
     gc.freeze()
