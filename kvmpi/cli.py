@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import errno
+import gc
 import importlib
 import io
 import os
@@ -52,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if said := empty_option(words[1:]):
                     sys.stderr.write(f"kvmpi {command}: {said}\n")
                     return 2
-            status: int = importlib.import_module(COMMANDS[command][0]).main(words[1:])
+            module = importlib.import_module(COMMANDS[command][0])
+            if argv is None:  # the process is ours: what was read stays, and is not looked through when it ends
+                gc.freeze()
+            status: int = module.main(words[1:])
         finally:  # help ends by SystemExit
             sys.stdout.flush()
     except KeyboardInterrupt:  # while it is imported, or of a command that has nothing to end
