@@ -164,7 +164,7 @@ class Config:
     )  # fmt: skip
     io_threads: int = _setting(
         0, "threads of a process that encrypt, copy and send what goes to other processes, each for some of its "
-        "connections; 0: one for each four cores that it may use, 1 to 4"
+        "connections; 0: one for each four cores that it may use, 2 to 4, and no more than cores"
     )  # fmt: skip
     handshake_s: float = _setting(10.0, "seconds in which a new TCP connection must prove that it belongs to the job")
     scheduler_port: int = _setting(0, "port of the scheduler; 0 lets the system choose")

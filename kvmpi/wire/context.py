@@ -45,6 +45,8 @@ class Context(zmq.Context[_S_co]):
     _gate: Gate | None = None
     _arena: Arena | None = None
     _tried_arena = False
+    num_threads = 1
+    _num_connections = 0
     _warned = False
     _lock = threading.Lock()  # listeners of several threads may share a context
 
@@ -146,6 +148,13 @@ class Context(zmq.Context[_S_co]):
         if arena is not None:
             arena.give_back()
 
+    def next_thread(self) -> int:
+        """Which I/O thread the next connection is for, as libzmq is told; left to itself, it gives those that are made
+        together to one."""
+        with self._lock:
+            number, self._num_connections = self._num_connections, self._num_connections + 1
+            return 1 << number % self.num_threads
+
     def term(self) -> None:
         self._arena = None  # once nobody refers to it, peers see that nothing of theirs is read here any more
         self._close_gate()
@@ -170,11 +179,12 @@ def new_context(config: Config | None = None) -> Context[Any]:
             so no TCP.
     """
     config = config or Config()
-    context: Context[Any] = Context(io_threads=config.io_threads or num_io_threads(num_cores()))
-    context.config = config
+    num_threads = config.io_threads or num_io_threads(num_cores())
+    context: Context[Any] = Context(io_threads=num_threads)
+    context.config, context.num_threads = config, num_threads
     return context
 
 
 def num_io_threads(cores: int) -> int:
     """How many a process has. One connection is one thread's, who encrypts half a gigabyte a second."""
-    return min(max(1, cores // _CORES_PER_IO_THREAD), _MOST_IO_THREADS)
+    return min(max(2, cores // _CORES_PER_IO_THREAD), _MOST_IO_THREADS, cores)

@@ -444,6 +444,7 @@ class Connection:
         if silence_s is not None and endpoint.startswith("tcp://"):
             self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = _milliseconds(silence_s / 2)
             self._socket.connect_timeout = _milliseconds(silence_s)
+        self._socket.affinity = context.next_thread()
         # Without a name, a second link would be a stranger to the listener. Nobody can guess this one and take it over.
         self._socket.setsockopt(zmq.ROUTING_ID, _TAKES_BUNDLES + uuid.uuid4().bytes)
         try:

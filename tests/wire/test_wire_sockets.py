@@ -433,7 +433,7 @@ def test_little_is_under_way_within_a_host_and_between_hosts_as_much_as_the_link
             assert (set(ends) == {2 * (512 << 10)}) == is_loopback(host)  # the kernel counts its own needs, too
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (7, 1), (8, 2), (15, 3), (16, 4), (128, 4)])
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (11, 2), (12, 3), (16, 4), (128, 4)])
 def test_some_of_the_cores_carry_messages(cores: int, threads: int) -> None:
     assert num_io_threads(cores) == threads
 
@@ -458,6 +458,7 @@ def test_connections_are_spread_over_the_threads_that_were_asked_for() -> None:
             (payload,) = receive(listener)[2]
             assert (np.asarray(payload) == number).all()
         assert len(threads()) == len(before) + 3
+        assert [connection._socket.affinity for connection in connections] == [1, 2, 4, 1, 2, 4]
     with pytest.raises(ConfigError, match="KVMPI_IO_THREADS=-1"):
         Config(io_threads=-1)
 
