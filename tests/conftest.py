@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Starting Python is most of what the tests take, and without bytecode it takes twice as long. Where nothing may be
@@ -44,6 +45,14 @@ from rank_threads import run_ranks  # noqa: F401 - a fixture
 # On a machine that does other things, too, an example takes as long as it takes, and so does drawing it.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For ``TMPDIR``: a new folder, in whose folders sockets may lie, as their names have an end."""
+    with tempfile.TemporaryDirectory(prefix="k-", dir="/tmp") as folder:
+        yield Path(folder)
+
 
 #: Files that take long, the longest first, and those that take some time with few tests, which would come last: begun
 #: at the end, one of them would keep all others waiting.

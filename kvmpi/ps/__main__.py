@@ -21,8 +21,8 @@ from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.trace import stall, timeline
 from kvmpi.wire import create_keys, new_context
 
-#: Between two looks at the process that this one ends with, and what its own end may then take.
-_LOOK_S, _END_S = 0.2, 5.0
+#: Between two looks at the process that this one ends with.
+_LOOK_S = 0.2
 
 
 def main(role: str, parent: int = 0) -> int:
@@ -69,7 +69,7 @@ def _end_with(parent: int, daemon: SchedulerDaemon | ServerDaemon, config: Confi
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     daemon.stop()
-    time.sleep(_END_S)  # in which a snapshot that was begun may become whole
+    time.sleep(config.grace_s)  # in which a snapshot that was begun may become whole
     shutil.rmtree(config.job_dir, ignore_errors=True)
     os._exit(1)
 

@@ -24,8 +24,6 @@ _MAIN = (
     "import runpy, sys; sys.path.sort(key=lambda folder: not folder); "
     "runpy.run_module('kvmpi.ps', run_name='__main__', alter_sys=True)"
 )
-#: For a process that is asked to end, before it is killed.
-_END_S = 5.0
 
 
 class _Child(NamedTuple):
@@ -41,11 +39,12 @@ class Children:
 
     Args:
         folder: of the job on this host, which is removed in the end.
+        grace_s: for one that is asked to end, before it is killed.
         say: how people hear of one that ends too early.
     """
 
-    def __init__(self, folder: str, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+    def __init__(self, folder: str, grace_s: float, say: Callable[[str], None]) -> None:
+        self._folder, self._grace_s, self._say = folder, grace_s, say
         self._lock = threading.Lock()  # guards what follows
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._closing = False
@@ -129,8 +128,8 @@ class Children:
             self._closing = True
         scheduler = self._running.get("scheduler")
         servers = [process for process in self._running.values() if process is not scheduler]
-        _end(servers)  # which tell the scheduler that they leave
-        _end([] if scheduler is None else [scheduler])
+        _end(servers, self._grace_s)  # which tell the scheduler that they leave
+        _end([] if scheduler is None else [scheduler], self._grace_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -150,10 +149,10 @@ def _on_all_cores() -> Iterator[None]:
         os.sched_setaffinity(0, bound)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
     for process in processes:
         process.terminate()
-    deadline_s = time.monotonic() + _END_S
+    deadline_s = time.monotonic() + grace_s
     for process in processes:
         try:
             process.wait(max(0.0, deadline_s - time.monotonic()))

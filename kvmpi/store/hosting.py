@@ -150,7 +150,7 @@ class HostedJob:
         """The job's folder on this host, and who starts processes there."""
         folder = private_folder()
         self._told |= _in_folder(folder, config)
-        self._children = Children(folder, _say)
+        self._children = Children(folder, config.grace_s, _say)
         self._held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._held, fcntl.LOCK_SH)

@@ -87,10 +87,10 @@ def below_mpirun(num_ranks: int, folder: Path, *words: str, **settings: str) -> 
     )
 
 
-def test_ranks_of_mpi_start_servers_themselves(tmp_path):
+def test_ranks_of_mpi_start_servers_themselves(tmp_path, short_folder):
     checks = "rounds,beside,refused,early"
     settings = {"KVMPI_NUM_SERVERS": "2", "KVMPI_NUM_CLIENTS": "2", "KVMPI_REPLICAS": "1"}
-    done = below_mpirun(3, tmp_path, checks, TMPDIR=str(tmp_path), **settings)
+    done = below_mpirun(3, tmp_path, checks, TMPDIR=str(short_folder), **settings)
     assert done.stdout.count(f"checks are right: {checks}") == 3, done.stdout + done.stderr
     assert done.returncode == 0
     assert "kvmpi: server 1, which process" in done.stderr, "it did not die"
@@ -100,13 +100,13 @@ def test_ranks_of_mpi_start_servers_themselves(tmp_path):
         "worker 2 of 3, client 1 of 2, 2 servers; children: none",
     ):
         assert line in done.stdout, done.stdout
-    wait_for(lambda: not list(tmp_path.glob("kvmpi-*")), "folders of the job are gone")
+    wait_for(lambda: not list(short_folder.glob("kvmpi-*")), "folders of the job are gone")
 
 
-def test_what_cannot_be_started_is_an_error_of_all(tmp_path):
-    done = below_mpirun(2, tmp_path, "different,cannot_start", TMPDIR=str(tmp_path))
+def test_what_cannot_be_started_is_an_error_of_all(tmp_path, short_folder):
+    done = below_mpirun(2, tmp_path, "different,cannot_start", TMPDIR=str(short_folder))
     assert done.stdout.count("checks are right") == 2, done.stdout + done.stderr
     assert "said: server 0 has ended with status 1" in done.stdout
     assert "said: worker 0 could not start what it is to start for this job: ConfigError: server 0" in done.stdout
     assert "server 0 cannot import 'no_such_module_of_rules'" in done.stderr
-    assert not list(tmp_path.glob("kvmpi-*"))
+    assert not list(short_folder.glob("kvmpi-*"))
