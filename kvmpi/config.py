@@ -266,6 +266,12 @@ class Config:
         """Seconds between two heartbeats. In half the timeout there are two: who hears none then was cut off itself."""
         return min(self.heartbeat_s, self.heartbeat_timeout_s / 4)
 
+    @property
+    def num_worlds(self) -> int:
+        """Into how many groups workers are divided that reach none but each other: clients, where a launcher of ours
+        has started them. Else all reach all."""
+        return self.num_clients if self.role else 1
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **explicit: Any) -> Config:
         """Read ``env`` (default: ``os.environ``); keyword arguments win.

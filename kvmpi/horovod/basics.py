@@ -20,7 +20,7 @@ class _Job:
 
     def __init__(self, wanted: Any = None) -> None:
         config = Config.from_env()
-        if config.num_clients > 1:
+        if config.num_worlds > 1:
             raise ConfigError(
                 f"hvd.init: this job has {config.num_clients} clients, and Horovod's operations are over the ranks of "
                 "one; start the job with -c 1, or use a store (kvmpi.create) for what goes between clients"

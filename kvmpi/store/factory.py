@@ -137,7 +137,7 @@ def _local(config: Config) -> KVStore:
 
 
 def _mpi(config: Config) -> KVStore:
-    if config.role and config.num_clients > 1:
+    if config.num_worlds > 1:
         raise ConfigError(
             f"store type 'mpi' needs all workers in one client, this job has {config.num_clients}; "
             "start it with -c 1, or use dist_sync_mpi with servers"

@@ -106,7 +106,7 @@ def create_group(options: Any, _: Any) -> KvmpiProcessGroup:
     name, config = str(options.group_id), Config.from_env()
     ranks = list(options.global_ranks_in_group) or list(range(size))
     where = f"process group {name!r} of {size} ranks"
-    if config.num_clients > 1 and not _client_is_world:
+    if config.num_worlds > 1 and not _client_is_world:
         raise ConfigError(
             f"{where}: this job has {config.num_clients} clients, and torch.distributed would span only the workers of "
             f"client {config.client_rank}; start the job with -c 1, or call "

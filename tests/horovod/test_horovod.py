@@ -67,6 +67,7 @@ def test_the_documented_loop() -> None:
 def test_several_clients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import kvmpi.horovod as hvd
 
+    monkeypatch.setenv("KVMPI_ROLE", "worker")
     monkeypatch.setenv("KVMPI_NUM_CLIENTS", "2")
     monkeypatch.setenv("KVMPI_NUM_WORKERS", "2")
     with pytest.raises(ConfigError, match=r"2 clients.*-c 1"):

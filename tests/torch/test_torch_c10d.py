@@ -177,6 +177,7 @@ def test_whoever_is_alone_may_still_start_others(monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_clients_are_no_world(create: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMPI_ROLE", "worker")
     monkeypatch.setenv("KVMPI_NUM_CLIENTS", "2")
     monkeypatch.setenv("KVMPI_NUM_WORKERS", "4")
     with pytest.raises(ConfigError, match=r"2 clients.*-c 1, or call kvmpi.torch.c10d.make_client_the_world"):

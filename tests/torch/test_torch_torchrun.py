@@ -84,8 +84,8 @@ def by_hand(num_ranks: int, size: int, *words: str, program: Path = CHECKS, **ot
 
 
 def test_stores_of_three_ranks() -> None:
-    checks = ("sums", "gloo_beside", "training", "what_is_refused", "forks", "horovod")
-    assert torchrun(3, CHECKS, *checks).count("all checks passed") == 3
+    checks = ("sums", "gloo_beside", "training", "what_is_refused", "forks", "horovod", "hybrid")
+    assert torchrun(3, CHECKS, *checks, KVMPI_NUM_CLIENTS="2").count("all checks passed") == 3
 
 
 def test_two_ranks_on_each_of_two_hosts(short_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -69,6 +70,28 @@ def training() -> None:
     with kvmpi.create("mpi") as kv:
         for found, right in zip(trained(kv, samples[4 * RANK : 4 * RANK + 4]), alone, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+
+
+def hybrid() -> None:
+    """Under an unmodified DDP, which knows all ranks, a store of two clients: as one process with all samples."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    alone = copy.deepcopy(model)
+    samples = torch.randn(4 * SIZE, 8, generator=torch.Generator().manual_seed(1)).double()
+    dist.init_process_group("kvmpi")
+    with kvmpi.create("dist_sync_mpi") as kv:
+        assert (dist.get_world_size(), kv.num_clients, kv.num_servers) == (SIZE, 2, 1)
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp.register_comm_hook(None, kvmpi.torch.ddp_comm_hook(kv))
+        for module, share in ((ddp, samples[4 * RANK : 4 * RANK + 4]), (alone, samples)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(5):
+                optimizer.zero_grad()
+                module(share).square().mean().backward()
+                optimizer.step()
+        for found, right in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+    dist.destroy_process_group()
 
 
 def what_is_refused() -> None:
