@@ -17,7 +17,7 @@ _AGAIN_BITS = 6
 
 def new_incarnation(config: Config, environ: Mapping[str, str] = os.environ) -> int:
     """Of this process, or of its part in one more store."""
-    again = min(_restarts(environ), (1 << _AGAIN_BITS) - 1)
+    again = min(restarts(environ), (1 << _AGAIN_BITS) - 1)
     time_bits = (time.time_ns() // _TICK_NS) % (1 << _TIME_BITS)
     return (config.start << _AGAIN_BITS | again) << _TIME_BITS | time_bits
 
@@ -27,7 +27,7 @@ def last_incarnation(start: int) -> int:
     return ((start + 1) << _AGAIN_BITS + _TIME_BITS) - 1
 
 
-def _restarts(environ: Mapping[str, str]) -> int:
+def restarts(environ: Mapping[str, str]) -> int:
     """How often a batch system has started this job before; of LSF one only knows whether."""
     count = environ.get("SLURM_RESTART_COUNT", "")
     return int(count) if count.isdecimal() else int(environ.get("LSB_RESTART", "").lower() in ("y", "yes"))

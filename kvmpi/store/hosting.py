@@ -33,6 +33,7 @@ from kvmpi.errors import ConfigError, KVError, PeerLostError, ranks_in_words
 from kvmpi.machine import addresses_of, host_name
 from kvmpi.ps.children import Children
 from kvmpi.ps.embedded import private_folder
+from kvmpi.ps.incarnations import restarts
 from kvmpi.ps.snapshot_files import Claim, complete
 from kvmpi.trace import card, stall
 
@@ -331,11 +332,12 @@ def _towards(endpoint: str) -> str:
 
 
 def _started_before() -> bool:
-    return os.environ.get(_RESTARTS, "0") not in ("", "0")
+    """Whether torchrun, or a batch system, has started this job before."""
+    return os.environ.get(_RESTARTS, "0") not in ("", "0") or restarts(os.environ) > 0
 
 
 def _of_before(config: Config) -> str:
-    """Where this job has left snapshots, if torchrun has started it once more; else nothing."""
+    """Where this job has left snapshots, if it was started once more; else nothing."""
     folder = config.snapshot_dir
     return folder if folder and _started_before() and os.path.isdir(folder) and complete(folder) else ""
 

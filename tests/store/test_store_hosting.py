@@ -56,15 +56,20 @@ def test_a_scheduler_that_is_not_reached():
         hosting._towards(endpoint)
 
 
-def test_a_job_that_is_started_once_more_goes_on(monkeypatch, tmp_path):
+AGAIN = {"TORCHELASTIC_RESTART_COUNT": ("0", "1"), "SLURM_RESTART_COUNT": ("0", "2"), "LSB_RESTART": ("N", "Y")}
+
+
+@pytest.mark.parametrize("name", list(AGAIN))
+def test_a_job_that_is_started_once_more_goes_on(monkeypatch, tmp_path, name):
+    first, again = AGAIN[name]
     config = Config(snapshot_dir=str(tmp_path), snapshot_every=10)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv(name, again)
     assert hosting._of_before(config) == "", "there is nothing to go on from"
     (tmp_path / "00000010").mkdir()
     monkeypatch.setattr(hosting, "complete", lambda folder: [10])
     assert hosting._of_before(config) == str(tmp_path)
     assert hosting._of_before(Config()) == ""
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv(name, first)
     assert hosting._of_before(config) == ""
 
 
