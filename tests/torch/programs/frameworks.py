@@ -132,6 +132,7 @@ def accelerate() -> None:
 
 
 def main() -> None:
+    meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     lightning_with_a_store()
     accelerate()
     from lightning.pytorch.strategies import DDPStrategy
@@ -141,6 +142,9 @@ def main() -> None:
     lightning(strategy, own, size, size, True, lambda optimizer, _: optimizer)
     assert torch.distributed.get_backend() == "kvmpi"
     torch.distributed.destroy_process_group()
+    # Below MPI, Lightning lets processes meet at a port of its own. Who comes there once more, for what runs next, may
+    # find the store of this group, which is about to end.
+    os.environ |= meeting
     print("all train alike", flush=True)
 
 
