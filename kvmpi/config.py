@@ -30,6 +30,8 @@ MOST_SECONDS = 4e9
 LEAST_SECONDS = 0.01
 #: A handshake takes a hundred bytes, and who is in the job some hundred for each process.
 LEAST_MESSAGE_BYTES = 16 << 10
+#: libzmq tells them apart by the bits of a number.
+MOST_IO_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ class Config:
         for name in ("stall_s", "grace_s", "chunk_bytes", "staleness", "io_threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{env_name(name)}={getattr(self, name)}: must not be negative")
+        if self.io_threads > MOST_IO_THREADS:
+            raise ConfigError(f"KVMPI_IO_THREADS={self.io_threads}: must be at most {MOST_IO_THREADS}")
         if not 1 <= self.num_rings <= 8:
             raise ConfigError(f"KVMPI_NUM_RINGS={self.num_rings}: must be 1 to 8")
         if self.ring_chunk_bytes < 0:

@@ -110,12 +110,15 @@ def test_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dead, living, young, embedded, used = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3", "abcd1234", "efgh5678"
     held = "0" * 15 + "4"  # by a launcher that is not seen in /proc
+    hosted, in_use = "keys1234", "keys5678"  # of workers that have started servers on other hosts only
     here = at(tmp_path, files={
         f"dev/shm/kvmpi-{dead}/segment": "x" * 1000,
         f"tmp/kvmpi-{dead}-client-0-1/keys": "",
         f"dev/shm/kvmpi-{living}/segment": "",
         f"tmp/kvmpi-{young}/keys": "",
         f"tmp/kvmpi-{held}/keys": "",
+        f"tmp/kvmpi-{hosted}/keys": "",
+        f"tmp/kvmpi-{in_use}/keys": "",
         f"tmp/kvmpi-{embedded}/server-0": "",
         f"tmp/kvmpi-{used}/server-0": "",
         "tmp/kvmpi-mystuff/notes": "",
@@ -145,10 +148,10 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pyte
     expected = [
         f"dev/shm/kvmpi-{dead}", "dev/shm/ucx_shm_posix_7f",
         "dev/shm/sm_segment.host.0.7f.0", "dev/shm/vader_segment.host.0.7f.0",
-        f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{dead}-client-0-1",
+        f"tmp/kvmpi-{embedded}", f"tmp/kvmpi-{hosted}", f"tmp/kvmpi-{dead}-client-0-1",
         "tmp/kvmpi-bench-dead_123", "dev/shm/kvmpi-bench-dead_shm", "tmp/kvmpi-lab-dead1234", "tmp/kvmpi-abandon1",
     ]  # fmt: skip
-    lock = watchdog.hold(str(tmp_path / f"tmp/kvmpi-{held}"))
+    locks = [watchdog.hold(str(tmp_path / f"tmp/kvmpi-{name}")) for name in (held, in_use)]
     found = machine.leftovers(here)
     assert found.level == "warning"
     assert found.facts["paths"] == sorted(str(tmp_path / name) for name in expected)
@@ -159,8 +162,9 @@ def test_leftovers_of_dead_jobs_and_of_nothing_else(tmp_path: Path, capsys: pyte
     assert machine.leftovers(here).level == "ok"
     assert command._clean(here) == 0
     assert capsys.readouterr().out.startswith(f"kept {tmp_path}/tmp/kvmpi-{young}: it is less than a minute old")
-    os.close(lock)
-    assert machine.leftovers(here).facts["paths"] == [str(tmp_path / f"tmp/kvmpi-{held}")]
+    for lock in locks:
+        os.close(lock)
+    assert machine.leftovers(here).facts["paths"] == [str(tmp_path / f"tmp/kvmpi-{name}") for name in (held, in_use)]
     assert (tmp_path / "tmp/kvmpi-mystuff/notes").exists()
     assert (tmp_path / f"dev/shm/kvmpi-{living}/segment").exists()
 

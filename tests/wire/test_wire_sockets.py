@@ -459,8 +459,9 @@ def test_connections_are_spread_over_the_threads_that_were_asked_for() -> None:
             assert (np.asarray(payload) == number).all()
         assert len(threads()) == len(before) + 3
         assert [connection._socket.affinity for connection in connections] == [1, 2, 4, 1, 2, 4]
-    with pytest.raises(ConfigError, match="KVMPI_IO_THREADS=-1"):
-        Config(io_threads=-1)
+    for threads_asked in (-1, 33):
+        with pytest.raises(ConfigError, match=f"KVMPI_IO_THREADS={threads_asked}: must"):
+            Config(io_threads=threads_asked)
 
 
 def test_a_waker_wakes_and_does_not_fill_up() -> None:
