@@ -28,9 +28,9 @@ from rich.console import Console
 from kvmpi.benchmarks import browser
 from kvmpi.config import STATUS_FILE
 from kvmpi.errors import ConfigError
-from kvmpi.launchers import summary, top
+from kvmpi.launchers import add_server, summary, top
 from kvmpi.ps.statistics import Statistics
-from kvmpi.trace import dashboard
+from kvmpi.trace import card, dashboard
 from kvmpi.trace.board import Board
 from kvmpi.trace.card import NAME as CARD
 from kvmpi.wire import messages
@@ -399,6 +399,29 @@ def test_jobs_as_json(tmp_path: Path) -> None:
         done = run(*options)
         assert (done.returncode, done.stdout) == (1, "")
         assert said in done.stderr
+
+
+def test_of_a_job_without_a_launcher_those_who_answer_are_asked_and_it_gets_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder, job_id = tmp_path / "kvmpi-abcd1234", "0123456789abcdef"
+    folder.mkdir(mode=0o700)
+    card.write(str(folder), job_id, ["train.py"], (2, 1, 1), launcher=False)
+    assert top.main(["--stacks", job_id]) == 1, "nobody answers yet"
+    answers = "import signal; signal.signal(signal.SIGUSR1, lambda *_: exit(7)); print('there', flush=True); "
+    answers += "signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", answers], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "there\n"
+        (folder / f"answers-{worker.pid}").write_text("worker 0")
+        assert top.main(["--stacks", job_id]) == 0
+        assert worker.wait(HANGS_S) == 7
+    assert add_server.main([job_id]) == 1
+    said = capsys.readouterr()
+    assert said.out == "asked worker 0; the answers are in what they write to standard error\n"
+    assert f"job {job_id} is ending, or has only begun" in said.err
+    assert "was not started by kvmpi run, which alone starts further servers" in said.err
 
 
 def test_which_workers_are_well() -> None:
