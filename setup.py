@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 # Without a C compiler the same work is done in Python.
+handover = Path("kvmpi/handover/compiled")
 collectives, kernels = Path("kvmpi/collectives/compiled"), Path("kvmpi/kernels/compiled")
 native = Extension(
     "kvmpi.collectives._native",
@@ -14,12 +15,21 @@ native = Extension(
             for name in ("native", "copies", "rings", "segments", "slots", "terms", "words")
         ),
         str(kernels / "elements.c"),
+        str(handover / "handover.c"),
     ],
-    include_dirs=[str(kernels)],
+    include_dirs=[str(kernels), str(handover)],
     depends=[
         *(str(collectives / f"{name}.h") for name in ("native", "copies", "terms", "words")),
         str(kernels / "elements.h"),
+        str(handover / "handover.h"),
     ],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+copies = Extension(
+    "kvmpi.handover._copies",
+    [str(handover / "copies.c"), str(handover / "handover.c")],
+    depends=[str(handover / "handover.h")],
     extra_compile_args=["-O3"],
     optional=True,
 )
@@ -34,6 +44,6 @@ halves = Extension(
 setup(
     packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
     package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
-    ext_modules=[native, halves],
+    ext_modules=[copies, native, halves],
     package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"], "kvmpi.trace": ["web/*"]},
 )

@@ -16,6 +16,7 @@ from kvmpi.collectives.tensor import Collectives
 from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError, ranks_in_words
+from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import combine, host
 
 Buffer = npt.NDArray[Any]
@@ -98,7 +99,7 @@ def exchange_on_host(
         if part is not last:  # what goes to several ranks is copied once
             last, nbytes = part, part.nbytes
             if used + nbytes <= SLOT_BYTES:
-                np.copyto(slot[used : used + nbytes], octets(part))
+                hand_over(slot[used : used + nbytes], octets(part))
                 place, used = used, used + nbytes
             else:
                 kept.append(part)
@@ -271,7 +272,7 @@ class GroupCollectives(Collectives):
         def run() -> None:
             call = group.begin(deadline, lambda: where)
             slots = [group.slot(rank, vector.size, vector.dtype, call) for rank in range(group.size)]
-            np.copyto(slots[group.index], vector)
+            hand_over(slots[group.index], vector)
             group.post()
             if out is not None:
                 group.await_posts(group.others, deadline, lambda: where)

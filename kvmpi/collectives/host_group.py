@@ -20,6 +20,7 @@ from kvmpi.collectives.cross_memory import CrossMemory, Source
 from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError, ranks_in_words
+from kvmpi.handover.copies import hand_over
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
@@ -201,7 +202,7 @@ class HostGroup:
         """
         self.check(rank)
         if place & IN_ARENA:
-            np.copyto(self.fetch(rank, place, part, block), block)
+            hand_over(self.fetch(rank, place, part, block), block)
             return
         memory = self._peers[rank].memory
         assert memory is not None, "a private result was posted where ranks cannot write to each other's memory"

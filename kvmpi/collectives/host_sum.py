@@ -16,6 +16,7 @@ from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
 from kvmpi.errors import ranks_in_words
+from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]
@@ -105,7 +106,7 @@ class Posted:
             return buffer, address_of(buffer)
         stand_in, place = _stand_in(self._group, buffer, act)
         assert place is not None
-        np.copyto(stand_in[present], buffer[present])
+        hand_over(stand_in[present], buffer[present])
         return stand_in, place
 
     def copy_result(self, rank: int, tensor: int, part: slice, out: Buffer) -> None:
@@ -198,7 +199,7 @@ class Delivery:
             KVTimeoutError: a rank did not begin this call.
         """
         for to, source in self.before:
-            np.copyto(to, source)
+            hand_over(to, source)
         self.places = _exchange_places(self._group, self.mine, act, self._group.others)
 
     def deliver(self, tensor: int, part: slice) -> None:

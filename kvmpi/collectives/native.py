@@ -79,16 +79,20 @@ class Terms(Protocol):
 
 
 class CopyList:
-    """Copies (to, from) of which only the addresses are known: the memory has to be there whenever they are made."""
+    """Copies (to, from) of which only the addresses are known: the memory has to be there whenever they are made.
 
-    def __init__(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
+    ``for_others``: others read them next.
+    """
+
+    def __init__(self, copies: Sequence[tuple[Buffer, Buffer]], *, for_others: bool = False) -> None:
+        self._for_others = for_others
         rows = [(address_of(to), address_of(source), to.nbytes) for to, source in copies]
         self._table = np.array(rows, np.int64) if rows else None
 
     def run(self) -> None:
         """Make them, in this order."""
         if self._table is not None:
-            _native.copy_ranges(self._table)
+            _native.copy_ranges(self._table, self._for_others)
 
 
 class NativeTerms:

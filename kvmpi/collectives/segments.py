@@ -55,7 +55,7 @@ class _Plan:
         begin, counts = act.scratch.used, tuple(tensor.out.size for tensor in tensors)
         pieces = pieces_of(counts, group.size, max(1, sum(counts)))[group.index]
         delivery = Delivery(group, tensors, parts_of(pieces, len(tensors)), act, stage_bytes)
-        self.before, self.after = CopyList(delivery.before), CopyList(delivery.after)
+        self.before, self.after = CopyList(delivery.before, for_others=True), CopyList(delivery.after)
         self.words = array("Q", words_of(delivery.mine))
         self.numbers = [piece.tensor for piece in pieces]
         self.start = pieces[0].start if pieces else 0

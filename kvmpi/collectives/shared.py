@@ -43,6 +43,7 @@ from kvmpi.collectives.native import NativeTerms, SlotSum
 from kvmpi.collectives.segments import SegmentSums
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
+from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import host
 from kvmpi.trace import timeline
 
@@ -146,7 +147,7 @@ class Shared:
         group = self._group
         call = group.begin(deadline, what)
         slots = views.slots[call % 2]
-        np.copyto(slots[group.index], vector)
+        hand_over(slots[group.index], vector)
         group.post()
         group.await_posts(group.others, deadline, what)
         self._quietly(self._sum_offered, slots, views.block, out, deadline, what)
@@ -161,7 +162,7 @@ class Shared:
                 source = views.stage_place
                 for peer in group.others:
                     for part in views.parts[peer]:
-                        np.copyto(stage[part], vector[part])
+                        hand_over(stage[part], vector[part])
         late = stage if place is None else None
         if place is None:
             place = address_of(out) if stage is None else views.stage_place
@@ -280,7 +281,7 @@ class Shared:
             start += part.size
             own = HostTerms(vectors, dtype).own(0, part.size, part)
             if own is not part:
-                np.copyto(part, own)
+                hand_over(part, own)
         group.post()
         group.await_posts(group.others, act.deadline, act.describe)
         return slots
@@ -355,7 +356,7 @@ class Shared:
         start, stop = segments[group.index]
         if segments[0][1] * out.itemsize <= self.slot_bytes:
             call = group.begin(act.deadline, act.describe)
-            np.copyto(group.slot(group.index, stop - start, out.dtype, call), out[start:stop])
+            hand_over(group.slot(group.index, stop - start, out.dtype, call), out[start:stop])
             group.post()
             group.await_posts(group.others, act.deadline, act.describe)
             for peer in group.others:
@@ -377,7 +378,7 @@ class Shared:
         if buffer.nbytes <= self.slot_bytes:
             call = group.begin(act.deadline, act.describe)
             if group.index == root:
-                np.copyto(group.slot(root, buffer.size, buffer.dtype, call), buffer)
+                hand_over(group.slot(root, buffer.size, buffer.dtype, call), buffer)
             group.post()
             if group.index != root:
                 group.await_posts([root], act.deadline, act.describe)

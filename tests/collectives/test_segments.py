@@ -93,12 +93,15 @@ def test_copies_past_the_caches_are_those_bytes_and_no_others() -> None:
 def test_copies_are_made_in_their_order() -> None:
     source, kept = np.arange(1000.0), np.zeros(1500)
     CopyList([]).run()
-    CopyList([(kept[:1000], source), (kept[:0], source[:0]), (kept[1000:], kept[500:1000])]).run()
-    np.testing.assert_array_equal(kept[:500], source[:500])
-    np.testing.assert_array_equal(kept[1000:], source[500:])
+    for for_others in (False, True):
+        kept[:] = 0
+        copies = [(kept[:1000], source), (kept[:0], source[:0]), (kept[1000:], kept[500:1000])]
+        CopyList(copies, for_others=for_others).run()
+        np.testing.assert_array_equal(kept[:500], source[:500])
+        np.testing.assert_array_equal(kept[1000:], source[500:])
     assert native._native is not None
     with pytest.raises(ValueError, match="not rows of three numbers"):
-        native._native.copy_ranges(np.zeros(4, "i8"))
+        native._native.copy_ranges(np.zeros(4, "i8"), False)
 
 
 @built

@@ -3,7 +3,7 @@
 #include "native.h"
 
 static PyMethodDef methods[] = {
-    {"copy_ranges", copy_ranges, METH_O, copy_ranges_doc},
+    {"copy_ranges", copy_ranges, METH_VARARGS, copy_ranges_doc},
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
     {"sleep_until", sleep_until, METH_VARARGS, sleep_until_doc},
     {"sum_segment", sum_segment, METH_VARARGS, sum_segment_doc},

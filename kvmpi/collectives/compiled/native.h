@@ -9,7 +9,7 @@
 extern const char copy_ranges_doc[], move_rings_doc[], sleep_until_doc[], sum_segment_doc[], sum_slots_doc[], wakes_doc[],
     write_word_doc[];
 
-PyObject *copy_ranges(PyObject *self, PyObject *table);
+PyObject *copy_ranges(PyObject *self, PyObject *args);
 PyObject *move_rings(PyObject *self, PyObject *args);
 PyObject *sleep_until(PyObject *self, PyObject *args);
 PyObject *sum_segment(PyObject *self, PyObject *args);

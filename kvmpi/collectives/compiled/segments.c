@@ -2,6 +2,7 @@
 
 #include "native.h"
 #include "copies.h"
+#include "handover.h"
 #include "terms.h"
 
 #include <string.h>
@@ -23,6 +24,8 @@ static int deliver(struct terms *terms, const struct part *part, int64_t offset,
                 terms->lost = target->pid;
                 return NOT_WRITTEN;
             }
+        } else if (target->given_up) {
+            hand_over(to, block, (size_t)nbytes);
         } else if (target->past_caches) {
             copy_past_caches(to, block, (size_t)nbytes);
         } else {

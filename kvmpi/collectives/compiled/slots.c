@@ -3,6 +3,7 @@
 
 #include "native.h"
 #include "elements.h"
+#include "handover.h"
 #include "words.h"
 
 #include <string.h>
@@ -82,7 +83,7 @@ static int sum_in_slots(const struct slots *slots, int64_t call, const char *vec
     if (so_far == NOT_BEGUN) {
         /* The slot is that of the call before last. A rank that has begun the last one is through with it. */
         if (!all_have(slots, slots->posted, call - 1)) return NOT_BEGUN;
-        memcpy(slot(slots, slots->index), vector, (size_t)all);
+        hand_over(slot(slots, slots->index), vector, (size_t)all);
         say(slots, slots->posted, call);
     }
     if (so_far != OWN_SUMMED) {

@@ -17,7 +17,8 @@ struct source {
 struct target {
     int64_t address;
     int64_t pid; /* of the process whose memory that is; 0: it can be written here */
-    int64_t given_up; /* address of a word that is not 0 once nothing may be written there any more; or 0 */
+    int64_t given_up; /* address of a word that is not 0 once nothing may be written there any more; or 0, where
+                       * no other process reads */
     int64_t past_caches; /* whether nobody reads there soon */
 };
 

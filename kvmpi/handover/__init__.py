@@ -1,0 +1,1 @@
+"""Copies to memory that other processes read next."""

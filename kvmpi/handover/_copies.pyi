@@ -1,0 +1,3 @@
+from typing import Any
+
+def hand_over(to: Any, source: Any, /) -> None: ...
