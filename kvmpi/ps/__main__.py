@@ -15,7 +15,9 @@ import threading
 import time
 
 from kvmpi.config import ENDINGS_FILE, Config
+from kvmpi.deadline import Deadline
 from kvmpi.errors import KVError, NotLaunchedError, PeerLostError
+from kvmpi.machine import host_name
 from kvmpi.ps import descriptors
 from kvmpi.ps.daemon import SchedulerDaemon, ServerDaemon
 from kvmpi.trace import stall, timeline
@@ -68,6 +70,11 @@ def _end_with(parent: int, daemon: SchedulerDaemon | ServerDaemon, config: Confi
     """Not by the system's signal for that: it comes when the thread ends that has started this process."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
+    if isinstance(daemon, SchedulerDaemon):
+        # Servers of the same parent look when they look. Only by the scheduler does anybody hear that they leave.
+        deadline = Deadline(2 * _LOOK_S + config.grace_s)
+        while daemon.has_servers_on(host_name()) and deadline.remaining_s():
+            time.sleep(_LOOK_S / 4)
     daemon.stop()
     time.sleep(config.grace_s)  # in which a snapshot that was begun may become whole
     shutil.rmtree(config.job_dir, ignore_errors=True)

@@ -205,6 +205,10 @@ class SchedulerDaemon(Daemon):
             self._waker.close()
             self._release()
 
+    def has_servers_on(self, host: str) -> bool:
+        """Whether servers of the job are there which have neither left nor been lost. In any thread."""
+        return self._state.has_servers_on(host)
+
     def waits(self) -> list[stall.Wait]:
         """Whom members wait for here."""
         return self._state.waits(time.monotonic())

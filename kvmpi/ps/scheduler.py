@@ -180,6 +180,10 @@ class SchedulerState:
             self._note_rejected(error)
         return [Reply(route, m.Heard(report.number))] if report.answer and name is None else []
 
+    def has_servers_on(self, host: str) -> bool:
+        """Whether servers on that host are in the job. In any thread."""
+        return any(server.host == host for server in list(self._servers.values()))
+
     def describe(self, now_s: float) -> dict[str, Any]:
         """The job as people want to see it; see ``Statistics.snapshot``."""
         lost = [
