@@ -134,9 +134,10 @@ def test_a_job_that_says_too_little_does_not_train_alone() -> None:
     assert status == 0, output
 
 
-def test_a_worker_that_is_killed_takes_its_servers_with_it(short_folder: Path) -> None:
-    """And no process is left, and no file; whoever has not started any takes none."""
-    of_starter = by_hand(3, 3, "lost", "0", program=HOSTED, TMPDIR=str(short_folder), KVMPI_NUM_SERVERS="2")
+@pytest.mark.parametrize("when", ["soon", "late"])
+def test_a_worker_that_is_killed_takes_its_servers_with_it(short_folder: Path, when: str) -> None:
+    """And no process is left, and no file, whoever of them sees it first; whoever has not started any takes none."""
+    of_starter = by_hand(3, 3, "lost", "0", when, program=HOSTED, TMPDIR=str(short_folder), KVMPI_NUM_SERVERS="2")
     (found,) = re.findall(r"children: ([\d ]+)", of_starter[0][1])
     children = [int(word) for word in found.split()]
     assert len(children) == 3, of_starter

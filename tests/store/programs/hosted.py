@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -122,8 +123,13 @@ def lost() -> None:
     if hosting._job is not None and hosting._job._children is not None:
         children = hosting._job._children
         print("children:", *(process.pid for process in children._running.values()), flush=True)
+        servers = [str(process.pid) for label, process in children._running.items() if label != "scheduler"]
+        if sys.argv[3:] == ["late"]:  # they see only a second later that their parent is gone
+            subprocess.Popen(["sh", "-c", "sleep 1; kill -CONT $*", "-", *servers], start_new_session=True)
     kv.barrier()
     if kv.rank == victim:
+        for server in servers if sys.argv[3:] == ["late"] else ():
+            os.kill(int(server), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(KVError) as caught:
         kv.pushpull("w", term(kv.rank, 0), out)
