@@ -545,11 +545,17 @@ def test_each_rank_says_that_it_has_summed_its_part() -> None:
 
 
 @built
-def test_vectors_of_other_lengths_are_refused() -> None:
+def test_vectors_of_other_lengths_and_read_only_results_are_refused() -> None:
     memory = SlotMemory([np.zeros(64, "u8")] * 2, [np.zeros(3)] * 2, 0, 0, 16, 32)
-    for vector, out in ((np.zeros(3), np.zeros(4)), (np.zeros(2), np.zeros(3))):
+    short, read_only = np.zeros(2), np.zeros(3)
+    read_only.flags.writeable = False
+    for vector, out in ((np.zeros(3), np.zeros(4)), (short, np.zeros(3)), (short, short)):
         with pytest.raises(ValueError, match="vectors of other lengths than these slots are for"):
             SlotSum(memory).run(1, vector, out, native.NOT_BEGUN)
+    for vector in (np.zeros(3), read_only):
+        with pytest.raises(ValueError, match="read-only"):
+            SlotSum(memory).run(1, vector, read_only, native.NOT_BEGUN)
+    assert not memory.pages[0].any()
 
 
 @built

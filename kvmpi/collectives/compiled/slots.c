@@ -119,21 +119,22 @@ PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     const struct slots *slots = PyLong_AsVoidPtr(args[0]);
     const int64_t call = PyLong_AsLongLong(args[1]);
     const int so_far = (int)PyLong_AsLong(args[4]);
-    Py_buffer vector, out;
+    const int in_place = args[2] == args[3]; /* to ask an array for its memory takes longer than to sum little of it */
+    Py_buffer vector, other, *out = in_place ? &vector : &other;
     int result = -1;
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &vector, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[3], &out, PyBUF_WRITABLE) == 0) {
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[2], &vector, in_place ? PyBUF_WRITABLE : PyBUF_SIMPLE)) return NULL;
+    if (in_place || PyObject_GetBuffer(args[3], out, PyBUF_WRITABLE) == 0) {
         const int64_t nbytes = slots->count * slots->itemsize;
-        if (vector.len != nbytes || out.len != nbytes) {
+        if (vector.len != nbytes || out->len != nbytes) {
             PyErr_Format(PyExc_ValueError, "vectors of other lengths than these slots are for");
         } else if (nbytes <= LOCKED_BYTES) {
-            result = sum_in_slots(slots, call, vector.buf, out.buf, so_far);
+            result = sum_in_slots(slots, call, vector.buf, out->buf, so_far);
         } else {
             Py_BEGIN_ALLOW_THREADS;
-            result = sum_in_slots(slots, call, vector.buf, out.buf, so_far);
+            result = sum_in_slots(slots, call, vector.buf, out->buf, so_far);
             Py_END_ALLOW_THREADS;
         }
-        PyBuffer_Release(&out);
+        if (!in_place) PyBuffer_Release(out);
     }
     PyBuffer_Release(&vector);
     return result < 0 ? NULL : PyLong_FromLong(result);
