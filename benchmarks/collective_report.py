@@ -23,6 +23,8 @@ _SIZE = {
     "allgather": "the whole vector, of which each rank has a segment",
     "broadcast": "the vector",
 }
+#: Between cores that have moved a word takes so many times as long, or more.
+_MOVED = 2.0
 _FACTOR = {"allreduce": " * 2(n-1)/n", "reduce_scatter": " * (n-1)/n", "allgather": " * (n-1)/n", "broadcast": ""}
 
 
@@ -54,12 +56,12 @@ class CollectiveReport(Report):
         return self._labels.index(row["algo"])
 
     def about(self, row: Row) -> dict[str, Any]:
-        facts = {name: value for name, value in self._facts[row["algo"]].items() if name != "memory"}
+        facts = {name: value for name, value in self._facts[row["algo"]].items() if name not in ("memory", "word_ns")}
         memory = {f"memory_{name}": rate for name, rate in self._memory.get(row["ranks"], {}).items()}
         return {**facts, **memory, "link": self._args.link or ""}
 
     def sentences(self, found: Sequence[Row]) -> list[str]:
-        return about_auto(found, ALGORITHMS)
+        return [*about_auto(found, ALGORITHMS), *about_cores(found)]
 
     def subject(self, row: Row) -> str:
         return f"{row['op']} by {row['algo']} on {row['ranks']} ranks, {row['size_B']} B of {row['dtype']}"
@@ -89,6 +91,8 @@ def title(facts: Row, num_ranks: int) -> list[str]:
     if memory := facts.get("memory"):
         rates = f"copy {memory['copy']:.1f}, add {memory['add']:.1f} GB/s of result"
         lines.append(f"memory, all ranks at once on arrays of 64 MB: {rates}")
+    if word_ns := facts.get("word_ns"):
+        lines.append(f"a word takes {word_ns:.0f} ns from one core to another and back")
     return lines
 
 
@@ -103,6 +107,17 @@ def legend(op: str) -> list[str]:
     return [
         f"t: time of the slowest rank after a barrier, in us; S = size_B: bytes of {_SIZE[op]}; n = ranks",
         f"algbw = S / t_p50, busbw = algbw{_FACTOR[op]}, in GB/s; 1 GB = 10^9 bytes",
+    ]
+
+
+def about_cores(rows: Iterable[Row]) -> list[str]:
+    """Whether cores, of a virtual machine as a rule, have moved apart or together between these rows, as a sentence."""
+    times_ns = [row[name] for row in rows for name in ("word_ns_min", "word_ns_max") if name in row]
+    if not times_ns or max(times_ns) < _MOVED * min(times_ns):
+        return []
+    return [
+        f"the cores have moved: a word took {min(times_ns):.0f} to {max(times_ns):.0f} ns from one to another and "
+        "back; compare what was measured at one time (JSON lines have word_ns_min and word_ns_max)"
     ]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import kvmpi
 from kvmpi.benchmarks.peers import network_interface
+from kvmpi.collectives.words import round_trip_s
 from kvmpi.launchers.cores import YIELD
 
 MEMORY_BYTES = 64_000_000
@@ -78,6 +79,19 @@ def memory_rates(world: Any) -> dict[str, float]:
             times_s.append(world.allreduce(time.perf_counter() - start_s, MPI.MAX))
         found[name] = num_ranks * MEMORY_BYTES / statistics.median(times_s) / 1e9
     return found
+
+
+def word_ns(world: Any) -> float | None:
+    """Nanoseconds that a word takes from one core of rank 0 to another one and back; there only, collective.
+
+    Ranks that are bound to a core each have no other: then the other one is that of rank 1.
+    """
+    own, *others = world.gather(_cores()) or [[]]
+    found = None
+    if cores := [*own, *(core for its in others[:1] for core in its if core not in own)][:2]:
+        found = round_trip_s((cores[0], cores[-1])) if len(cores) == 2 else None
+    world.Barrier()
+    return None if found is None else 1e9 * found
 
 
 def ranks_on_machine(world: Any) -> int:

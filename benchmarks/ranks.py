@@ -69,6 +69,7 @@ class Session:
         self._case: Case = Case(())
         self._entrants: list[Entrant] = []
         self._pattern = Pattern(plan.dtype, world.size * plan.num_vectors)
+        self._words_ns: list[float] = []  # of the open case
 
     def handle(self, command: str) -> Iterator[Event]:
         """``about``, ``open CASE``, ``round``, ``close``: the events that follow from it."""
@@ -92,12 +93,13 @@ class Session:
         facts = environment.facts(self._world)
         if self._plan.measure_memory:
             facts["memory"] = environment.memory_rates(self._world)
+            facts["word_ns"] = environment.word_ns(self._world)
         return {"kind": "about", "facts": facts}
 
     # ---- a case
 
     def _open(self, case: Case) -> Iterator[Event]:
-        self._case, self._entrants = case, []
+        self._case, self._entrants, self._words_ns = case, [], []
         if text := self._too_large(case):
             yield {"kind": "note", "text": text}
             return
@@ -209,6 +211,7 @@ class Session:
         return times_s
 
     def _round(self) -> None:
+        self._look_at_cores()
         for entrant in self._entrants:
             wanted = self._plan.seconds / ROUNDS / max(entrant.mean_s, 1e-6)
             iters = self._world.bcast(int(min(_MOST_ITERATIONS, max(1, wanted))))
@@ -218,7 +221,13 @@ class Session:
             entrant.mean_s = float(np.mean(times_s))
             entrant.times_s.append(times_s)
 
+    def _look_at_cores(self) -> None:
+        """How far apart they are: a virtual machine's are not where they were a minute ago."""
+        if self._plan.measure_memory and (word_ns := environment.word_ns(self._world)) is not None:
+            self._words_ns.append(word_ns)
+
     def _close(self) -> list[Row]:
+        self._look_at_cores()
         found = [self._row(entrant) for entrant in self._entrants]
         for entrant in self._entrants:
             entrant.contestant.shut()
@@ -240,6 +249,8 @@ class Session:
             "iters": int(times_s.size), "wrong": entrant.wrong, "arrays": len(self._case.counts),
             "vectors": plan.num_vectors, "preset": self._case.preset,
         }  # fmt: skip
+        if self._words_ns:
+            row |= {"word_ns_min": min(self._words_ns), "word_ns_max": max(self._words_ns)}
         if choice := entrant.contestant.choice():
             row["choice"] = choice
         return row

@@ -11,7 +11,7 @@ import pytest
 
 from kvmpi.arrays import DTYPES
 from kvmpi.benchmarks import command, options, rows
-from kvmpi.benchmarks.collective_report import COLUMNS, about_auto, table_of
+from kvmpi.benchmarks.collective_report import COLUMNS, about_auto, about_cores, table_of
 from kvmpi.benchmarks.limits import link_limit, memory_limit
 from kvmpi.benchmarks.peers import _buckets
 from kvmpi.benchmarks.plan import OPS, Case, Plan, RowName
@@ -228,6 +228,13 @@ def test_what_auto_took_is_compared_with_the_best_of_its_kind():
     measured[0]["t_p50"] = 1.0
     sentences = about_auto(measured, ["auto", "shared", "ring"])
     assert sentences == ["auto took shared; best was shared: within 0 %"]
+
+
+def test_cores_that_have_moved_between_rows_are_told_of() -> None:
+    rows = [{"word_ns_min": 95.0, "word_ns_max": 110.0}, {}, {"word_ns_min": 100.0, "word_ns_max": 189.0}]
+    assert about_cores([]) == about_cores([{}]) == about_cores(rows) == []
+    [sentence] = about_cores([*rows, {"word_ns_min": 94.6, "word_ns_max": 412.3}])
+    assert "the cores have moved: a word took 95 to 412 ns from one to another and back" in sentence
 
 
 def test_limits():
