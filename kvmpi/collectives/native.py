@@ -20,6 +20,7 @@ from kvmpi.collectives.host_group import SlotMemory, Target, Word
 from kvmpi.collectives.links import lost
 from kvmpi.collectives.ring import Scratch
 from kvmpi.collectives.schedule import Schedule
+from kvmpi.collectives.waiting import looks
 from kvmpi.kernels.host import HALF, KINDS
 
 try:
@@ -251,7 +252,7 @@ class SlotSum:
         slot = memory.slots[0]
         words = [
             *(len(memory.slots), memory.number, memory.posted, memory.summed, memory.finished),
-            *(_KIND_OF[slot.dtype], slot.size, slot.itemsize, part),
+            *(_KIND_OF[slot.dtype], slot.size, slot.itemsize, part, *looks()),
             *(address_of(page) for page in memory.pages),
             *(address_of(slot) for slot in memory.slots),
         ]

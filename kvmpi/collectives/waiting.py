@@ -23,6 +23,9 @@ from kvmpi.trace import stall
 _BARE_POLLS_CROWDED = 16
 _BARE_POLLS_OWN_CORE = 500
 _BARE_POLLS_BUSY = 2
+#: Of compiled code, which takes some nanoseconds for each.
+_LOOKS_CROWDED = 10
+_LOOKS_OWN_CORE = 200
 #: See ``Habit``.
 _POLLING_S = 200e-6
 #: A yield that takes longer has met somebody who computes; how long to remember that.
@@ -56,6 +59,13 @@ def expect_cores(num_ranks: int) -> None:
     global _bare_polls
     cores = num_cores()
     _bare_polls = _BARE_POLLS_OWN_CORE if num_ranks <= cores else _BARE_POLLS_CROWDED
+
+
+def looks() -> tuple[int, bool]:
+    """How often compiled code looks whether others are there, and whether it lets others run then that may want this
+    core."""
+    is_crowded = _bare_polls == _BARE_POLLS_CROWDED
+    return (_LOOKS_CROWDED if is_crowded else _LOOKS_OWN_CORE), is_crowded
 
 
 def _sharpen_naps() -> None:

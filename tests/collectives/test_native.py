@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -513,7 +515,14 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
         assert "MPI rank 1 did not start within 0.3 s" in text
 
 
+@pytest.fixture(params=[(3, False), (3, True)], ids=["own core", "crowded"])
+def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with a core each, and more ranks than cores, which let each other run."""
+    monkeypatch.setattr(native, "looks", lambda: request.param)
+
+
 @built
+@pytest.mark.usefixtures("looks")
 def test_each_rank_says_what_it_has_offered_and_that_it_is_through() -> None:
     """Memory that others may still read is given back by what its page says."""
     pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
@@ -529,6 +538,7 @@ def test_each_rank_says_what_it_has_offered_and_that_it_is_through() -> None:
 
 
 @built
+@pytest.mark.usefixtures("looks")
 def test_each_rank_says_that_it_has_summed_its_part() -> None:
     pages, slots = [np.zeros(64, "u8") for _ in range(2)], [np.zeros(3) for _ in range(2)]
     sums = [SlotSum(SlotMemory(pages, slots, rank, 5, 20, 40), part=2) for rank in (0, 1)]
@@ -542,6 +552,33 @@ def test_each_rank_says_that_it_has_summed_its_part() -> None:
     assert [page[[5, 20, 40]].tolist() for page in pages] == [[1, 1, 1], [1, 1, 1]]
     assert outs.tolist() == [[11, 22, 33]] * 2
     assert [slot.tolist() for slot in slots] == [[11, 22, 3], [10, 20, 33]], "each adds its part over its own numbers"
+
+
+@built
+def test_ranks_that_are_let_run_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a single core, where whoever is second finds the other's data at once, and the first one only if it waits."""
+    monkeypatch.setattr(native, "looks", lambda: (1, True))
+    calls, count, deadline = 200, 1000, Deadline(TIMEOUT_S)
+    pages, slots = [np.zeros(64, "u8") for _ in range(2)], np.zeros((2, 2, count))
+    core = min(os.sched_getaffinity(0))
+
+    def rank_main(rank: int) -> int:
+        os.sched_setaffinity(0, {core})
+        sums = [SlotSum(SlotMemory(pages, list(of_call), rank, 5, 20, 40)) for of_call in slots]
+        out, at_once = np.zeros(count), 0
+        for call in range(1, calls + 1):
+            own, found, looked = np.full(count, float(rank * calls + call)), native.NOT_BEGUN, 0
+            while found != native.SUMMED:
+                found = sums[call % 2].run(call, own, out, found)
+                looked += 1
+                assert not deadline.expired()
+            at_once += looked == 1
+            assert (out == calls + 2 * call).all()
+        return at_once
+
+    with ThreadPoolExecutor(2) as pool:
+        at_once = sum(pool.map(rank_main, (0, 1)))
+    assert at_once > 1.2 * calls, "whoever was first has waited for nobody"
 
 
 @built

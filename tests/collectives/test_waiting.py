@@ -70,6 +70,15 @@ def test_nothing_to_wait_for_is_no_wait() -> None:
     wait_all([Flag(0.0)], Deadline(0), lambda: "what is done is done, whatever the time")
 
 
+def test_compiled_code_lets_others_run_where_there_are_more_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "num_cores", lambda: 4)
+    monkeypatch.setattr(waiting, "_bare_polls", waiting._bare_polls)
+    for num_ranks, is_crowded in ((4, False), (5, True), (1, False)):
+        waiting.expect_cores(num_ranks)
+        assert waiting.looks()[1] == is_crowded
+        assert (waiting.looks()[0] < 50) == is_crowded
+
+
 @pytest.mark.parametrize("timeout_s", [0.0, 0.02, 0.3])
 def test_gives_up_at_the_deadline_with_the_text_of_that_moment(timeout_s: float) -> None:
     flags = [Flag(0.0), Flag(3600)]

@@ -7,9 +7,18 @@
 #include "words.h"
 
 #include <string.h>
+#ifdef __unix__
+#include <sched.h>
+#include <time.h>
+#endif
 
-/* So often is looked whether the others are there: what takes longer is left to whoever knows how to wait. */
-#define POLLS 200
+/* So often each lets the others run that want its core; what takes longer is left to whoever knows how to wait. */
+#define YIELDS 10
+/* A yield that takes longer has met somebody who computes: nobody yields here for a while then, for twice as long after
+ * the next, as waiting.py does. */
+#define LONG_YIELD_NS 500000
+#define SHORTEST_BUSY_NS 50000000
+#define LONGEST_BUSY_NS 800000000
 /* What is longer is summed without the interpreter's lock. */
 #define LOCKED_BYTES (16 << 10)
 #define BLOCK_BYTES 4096
@@ -21,6 +30,8 @@ struct slots {
     int64_t posted, summed, finished;
     int64_t kind, count, itemsize;
     int64_t part; /* elements that a rank sums for all; 0 if each sums all of them itself */
+    int64_t polls; /* so often is looked whether the others are there before these are let run */
+    int64_t is_crowded; /* whether they may want this rank's core */
     int64_t addresses[];
 };
 
@@ -37,8 +48,8 @@ static int all_have(const struct slots *slots, int64_t word, int64_t call)
 
 static int soon_all_have(const struct slots *slots, int64_t word, int64_t call)
 {
-    for (int i = 0; !all_have(slots, word, call); i++) {
-        if (i == POLLS) return 0;
+    for (int64_t i = 0; !all_have(slots, word, call); i++) {
+        if (i >= slots->polls) return 0;
 #if defined(__x86_64__) || defined(__i386__)
         __builtin_ia32_pause();
 #endif
@@ -107,6 +118,51 @@ static int sum_in_slots(const struct slots *slots, int64_t call, const char *vec
     return SUMMED;
 }
 
+#ifdef __unix__
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Whether all have come so far once those have run that want this core. */
+static int all_have_run(const struct slots *slots, int64_t word, int64_t call)
+{
+    static _Thread_local int64_t busy_until_ns, busy_for_ns = SHORTEST_BUSY_NS;
+    int64_t start_ns = slots->is_crowded ? now_ns() : 0;
+    if (!slots->is_crowded || start_ns < busy_until_ns) return 0;
+    for (int i = 0; i < YIELDS; i++) {
+        sched_yield();
+        if (all_have(slots, word, call)) {
+            busy_for_ns = SHORTEST_BUSY_NS;
+            return 1;
+        }
+        const int64_t stop_ns = now_ns();
+        if (stop_ns - start_ns >= LONG_YIELD_NS) {
+            busy_until_ns = stop_ns + busy_for_ns;
+            busy_for_ns = 2 * busy_for_ns < LONGEST_BUSY_NS ? 2 * busy_for_ns : LONGEST_BUSY_NS;
+            return 0;
+        }
+        start_ns = stop_ns;
+    }
+    return 0;
+}
+#else
+static int all_have_run(const struct slots *slots, int64_t word, int64_t call) { return 0; }
+#endif
+
+/* As sum_in_slots, while others run that may want this core. */
+static int sum_with_others(const struct slots *slots, int64_t call, const char *vector, char *out, int so_far)
+{
+    for (;;) {
+        so_far = sum_in_slots(slots, call, vector, out, so_far);
+        if (so_far == SUMMED) return SUMMED;
+        const int64_t awaited = so_far == NOT_BEGUN ? call - 1 : call;
+        if (!all_have_run(slots, so_far == OWN_SUMMED ? slots->summed : slots->posted, awaited)) return so_far;
+    }
+}
+
 const char sum_slots_doc[] =
     "sum_slots(slots, call, vector, out, so_far, /)\n--\n\n"
     "Sum small vectors of the ranks of a host: 1 when that is done, 2 when others are not there yet, 3 when they have\n"
@@ -127,12 +183,13 @@ PyObject *sum_slots(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
         const int64_t nbytes = slots->count * slots->itemsize;
         if (vector.len != nbytes || out->len != nbytes) {
             PyErr_Format(PyExc_ValueError, "vectors of other lengths than these slots are for");
-        } else if (nbytes <= LOCKED_BYTES) {
-            result = sum_in_slots(slots, call, vector.buf, out->buf, so_far);
         } else {
-            Py_BEGIN_ALLOW_THREADS;
-            result = sum_in_slots(slots, call, vector.buf, out->buf, so_far);
-            Py_END_ALLOW_THREADS;
+            result = nbytes > LOCKED_BYTES ? so_far : sum_in_slots(slots, call, vector.buf, out->buf, so_far);
+            if (nbytes > LOCKED_BYTES || (slots->is_crowded && result != SUMMED)) {
+                Py_BEGIN_ALLOW_THREADS;
+                result = sum_with_others(slots, call, vector.buf, out->buf, result);
+                Py_END_ALLOW_THREADS;
+            }
         }
         if (!in_place) PyBuffer_Release(out);
     }
