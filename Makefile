@@ -79,14 +79,13 @@ test-intel: $(VENV)/test $(VENV)-intel/bin/mpirun
 # library has to be there before Python; what Python itself never frees is no leak of ours.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
 SANITIZED := $(addprefix tests/kernels/test_kernels_,host.py quantize.py rows.py) \
-	$(addprefix tests/collectives/test_,segments.py native.py shared.py links.py many_tensors.py narrowed.py) \
-	tests/test_handover.py
+	$(addprefix tests/collectives/test_,handover.py segments.py native.py shared.py links.py many_tensors.py narrowed.py)
 
 test-sanitized: $(VENV)/test
 	@CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-base build/sanitized
 	@export PYTHONPATH="$$(echo $(CURDIR)/build/sanitized/lib.*)" ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" && \
-		$(BIN)/python -P -c 'import kvmpi.handover._copies, kvmpi.collectives._native, kvmpi.kernels._halves' && \
+		$(BIN)/python -P -c 'import kvmpi.collectives._native, kvmpi.kernels._halves' && \
 		$(BIN)/pytest --numprocesses $(CORES) --dist loadfile $(SANITIZED)
 
 simulate: $(VENV)/test

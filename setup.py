@@ -5,31 +5,21 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 # Without a C compiler the same work is done in Python.
-handover = Path("kvmpi/handover/compiled")
 collectives, kernels = Path("kvmpi/collectives/compiled"), Path("kvmpi/kernels/compiled")
 native = Extension(
     "kvmpi.collectives._native",
     [
         *(
             str(collectives / f"{name}.c")
-            for name in ("native", "copies", "rings", "segments", "slots", "terms", "words")
+            for name in ("native", "copies", "handover", "rings", "segments", "slots", "terms", "words")
         ),
         str(kernels / "elements.c"),
-        str(handover / "handover.c"),
     ],
-    include_dirs=[str(kernels), str(handover)],
+    include_dirs=[str(kernels)],
     depends=[
-        *(str(collectives / f"{name}.h") for name in ("native", "copies", "terms", "words")),
+        *(str(collectives / f"{name}.h") for name in ("native", "copies", "handover", "terms", "words")),
         str(kernels / "elements.h"),
-        str(handover / "handover.h"),
     ],
-    extra_compile_args=["-O3"],
-    optional=True,
-)
-copies = Extension(
-    "kvmpi.handover._copies",
-    [str(handover / "copies.c"), str(handover / "handover.c")],
-    depends=[str(handover / "handover.h")],
     extra_compile_args=["-O3"],
     optional=True,
 )
@@ -44,6 +34,6 @@ halves = Extension(
 setup(
     packages=[*find_packages(include=["kvmpi", "kvmpi.*"]), "kvmpi.launchers", "kvmpi.benchmarks"],
     package_dir={"kvmpi": "kvmpi", "kvmpi.launchers": "launchers", "kvmpi.benchmarks": "benchmarks"},
-    ext_modules=[copies, native, halves],
+    ext_modules=[native, halves],
     package_data={"kvmpi": ["py.typed"], "kvmpi.kernels": ["*.cu"], "kvmpi.trace": ["web/*"]},
 )

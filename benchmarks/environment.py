@@ -82,16 +82,16 @@ def memory_rates(world: Any) -> dict[str, float]:
 
 
 def word_ns(world: Any) -> float | None:
-    """Nanoseconds that a word takes from one core of rank 0 to another one and back; there only, collective.
-
-    Ranks that are bound to a core each have no other: then the other one is that of rank 1.
+    """On rank 0, nanoseconds that a word takes there and back between two cores: of its own, or its own and rank 1's if
+    each is bound to one; collective.
     """
-    own, *others = world.gather(_cores()) or [[]]
-    found = None
-    if cores := [*own, *(core for its in others[:1] for core in its if core not in own)][:2]:
-        found = round_trip_s((cores[0], cores[-1])) if len(cores) == 2 else None
+    found_s = None
+    if (of_ranks := world.gather(_cores())) is not None:
+        cores = list(dict.fromkeys(core for its in of_ranks[:2] for core in its))
+        if len(cores) > 1:
+            found_s = round_trip_s((cores[0], cores[1]))
     world.Barrier()
-    return None if found is None else 1e9 * found
+    return None if found_s is None else 1e9 * found_s
 
 
 def ranks_on_machine(world: Any) -> int:

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from kvmpi.arrays import Vector, address_of
 from kvmpi.collectives.comm import Comm, Request
+from kvmpi.collectives.handover import hand_over
 from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup, What
 from kvmpi.collectives.schedule import segment_bounds
 from kvmpi.collectives.tensor import Collectives
 from kvmpi.collectives.waiting import in_vain, wait_all
 from kvmpi.deadline import Deadline
 from kvmpi.errors import ShapeMismatchError, ranks_in_words
-from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import combine, host
 
 Buffer = npt.NDArray[Any]

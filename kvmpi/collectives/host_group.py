@@ -17,10 +17,10 @@ from kvmpi.arrays import address_of
 from kvmpi.collectives import words as shared_words
 from kvmpi.collectives.comm import Waiter
 from kvmpi.collectives.cross_memory import CrossMemory, Source
+from kvmpi.collectives.handover import hand_over
 from kvmpi.collectives.waiting import Habit, Patience, in_vain
 from kvmpi.deadline import Deadline
 from kvmpi.errors import KVTimeoutError, PeerLostError, ranks_in_words
-from kvmpi.handover.copies import hand_over
 
 Buffer = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives.algorithm import Act, Tensor
 from kvmpi.collectives.cross_memory import Source
+from kvmpi.collectives.handover import hand_over
 from kvmpi.collectives.host_group import MAX_PLACES, HostGroup
 from kvmpi.collectives.schedule import Range, segment_bounds
 from kvmpi.collectives.terms import times
 from kvmpi.errors import ranks_in_words
-from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import host
 
 Buffer = npt.NDArray[Any]

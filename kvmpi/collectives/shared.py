@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvmpi.arrays import address_of
 from kvmpi.collectives import native
 from kvmpi.collectives.algorithm import Act, Tensor, pack, shared_bytes, unpack
+from kvmpi.collectives.handover import hand_over
 from kvmpi.collectives.host_group import SLOT_BYTES, HostGroup, What
 from kvmpi.collectives.host_sum import (
     BLOCK_BYTES,
@@ -43,7 +44,6 @@ from kvmpi.collectives.native import NativeTerms, SlotSum
 from kvmpi.collectives.segments import SegmentSums
 from kvmpi.collectives.terms import HostTerms, times
 from kvmpi.deadline import Deadline
-from kvmpi.handover.copies import hand_over
 from kvmpi.kernels import host
 from kvmpi.trace import timeline
 

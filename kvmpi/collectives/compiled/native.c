@@ -5,6 +5,7 @@
 static PyMethodDef methods[] = {
     {"copy_ranges", copy_ranges, METH_VARARGS, copy_ranges_doc},
     {"exchange_words", exchange_words, METH_VARARGS, exchange_words_doc},
+    {"hand_over", (PyCFunction)(void (*)(void))hand_over_buffer, METH_FASTCALL, hand_over_doc},
     {"move_rings", move_rings, METH_VARARGS, move_rings_doc},
     {"sleep_until", sleep_until, METH_VARARGS, sleep_until_doc},
     {"sum_segment", sum_segment, METH_VARARGS, sum_segment_doc},

@@ -19,8 +19,6 @@
 #define LONG_YIELD_NS 500000
 #define SHORTEST_BUSY_NS 50000000
 #define LONGEST_BUSY_NS 800000000
-/* What is longer is summed without the interpreter's lock. */
-#define LOCKED_BYTES (16 << 10)
 #define BLOCK_BYTES 4096
 
 /* Ranks of one host. The addresses of each one's page, and of its slot for calls of this kind, follow. */

@@ -1,3 +1,4 @@
+#include "native.h"
 #include "handover.h"
 
 #include <string.h>
@@ -76,4 +77,31 @@ void hand_over(char *to, const char *from, size_t nbytes)
     }
 #endif
     memcpy(to, from, nbytes);
+}
+
+const char hand_over_doc[] =
+    "hand_over(to, source, /)\n--\n\n"
+    "Copy the bytes of one contiguous buffer to another one as long, which another core reads next.";
+
+PyObject *hand_over_buffer(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    Py_buffer to, from;
+    if (num_args != 2) return PyErr_Format(PyExc_TypeError, "hand_over takes two arguments");
+    if (PyObject_GetBuffer(args[0], &to, PyBUF_WRITABLE)) return NULL;
+    if (PyObject_GetBuffer(args[1], &from, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&to);
+        return NULL;
+    }
+    const int fits = to.len == from.len;
+    if (fits && to.len <= LOCKED_BYTES) {
+        hand_over(to.buf, from.buf, (size_t)to.len);
+    } else if (fits) {
+        Py_BEGIN_ALLOW_THREADS;
+        hand_over(to.buf, from.buf, (size_t)to.len);
+        Py_END_ALLOW_THREADS;
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "buffers of different lengths");
+    Py_RETURN_NONE;
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jobs import HANGS_S
 
-from kvmpi.handover import _copies, copies
+from kvmpi.collectives import _native, handover
 
 INTO_CACHES, PAST_CACHES = 0, 1
 
@@ -28,8 +28,7 @@ class Habit(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def compiled() -> ctypes.CDLL:
-    assert _copies is not None, "it is not built: python setup.py build_ext --inplace"
-    library = ctypes.CDLL(_copies.__file__)
+    library = ctypes.CDLL(_native.__file__)
     library.learn.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
     return library
 
@@ -59,7 +58,7 @@ def in_new_thread(function: Callable[[], None]) -> None:
         raise failed[0]
 
 
-@pytest.mark.parametrize("copy", [copies.hand_over, copies._copy], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("copy", [handover.hand_over, handover._copy], ids=["compiled", "numpy"])
 def test_both_ways_copy_those_bytes_and_no_others(copy: Callable[[np.ndarray, np.ndarray], None]) -> None:
     """Of any length, from any address to any other. Of each size a thread's first two copies go both ways."""
     source = np.random.default_rng(1).integers(0, 256, 300_000, "u1")
@@ -83,7 +82,7 @@ def test_elements_of_every_size(dtype: str) -> None:
     source = np.arange(5001).astype(dtype)
     source.flags.writeable = False
     out = np.zeros(5001, dtype)
-    copies.hand_over(out, source)
+    handover.hand_over(out, source)
     np.testing.assert_array_equal(out, source)
 
 
@@ -99,7 +98,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_copied(compiled: ctypes.CDL
         (out, 1.0, TypeError),
     ):
         with pytest.raises(error):
-            copies.hand_over(to, source)  # type: ignore[arg-type]
+            handover.hand_over(to, source)  # type: ignore[arg-type]
     assert not out.any()
     assert not read_only.any()
 

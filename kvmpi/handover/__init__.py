@@ -1,1 +1,0 @@
-"""Copies to memory that other processes read next."""

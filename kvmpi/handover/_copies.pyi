@@ -1,3 +1,0 @@
-from typing import Any
-
-def hand_over(to: Any, source: Any, /) -> None: ...
