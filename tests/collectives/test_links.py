@@ -360,6 +360,7 @@ def received_bytes(sock: socket.socket) -> int:
 @pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "abcdefg"])
 def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, hosts: str) -> None:
     size, counts = len(hosts), (1000, (1 << 18) + 7)
+    counted = threading.Barrier(size)
 
     def rank_main(comm: MemoryComm) -> tuple[list[np.ndarray], list[int]]:
         collectives, deadline, found, moved = Collectives(comm, ring_transport="tcp"), Deadline(TIMEOUT_S), [], []
@@ -371,6 +372,7 @@ def test_large_sums_travel_over_them_and_small_ones_do_not(run_ranks: RunRanks, 
             assert collectives._selection.links is not None
             streams = [stream for ends in collectives._selection.links._incoming.values() for stream in ends]
             moved.append(sum(received_bytes(stream.sock) for stream in streams))
+            counted.wait(TIMEOUT_S)  # before anybody sends more
         collectives.close()
         return found, moved
 
