@@ -38,22 +38,43 @@ class NaiveEngine(Engine):
     ) -> Work:
         op = self._operation(fn, reads, writes, lane, priority, name, no_skip)
         entry = (threading.get_ident(), op)
+        try:
+            self._enter(entry)
+            result = op.call()
+            failure = self._wait_for_returned(result) if isinstance(result, Work) else result
+            self._leave(entry, failure)
+        except BaseException:
+            # The engine is closed; or a signal's handler has raised it, between two steps of the engine's own.
+            with self._changed:
+                if entry in self._active:
+                    self._active.remove(entry)
+                    self._changed.notify_all()
+            raise
+        if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
+            raise failure.deliver()  # Ctrl-C: it must not wait until somebody waits
+        return op
+
+    def _enter(self, entry: tuple[int, Operation]) -> None:
+        """Wait until the operation conflicts with none of other threads, and let it be among those that run."""
+        op = entry[1]
         with self._changed:
-            self._check_open(f"push of {name!r}")
+            self._check_open(f"push of {op.name!r}")
             while any(thread != entry[0] and _conflict(other, op) for thread, other in self._active):
                 self._changed.wait()
-                self._check_open(f"push of {name!r}")
+                self._check_open(f"push of {op.name!r}")
             op.seq = next(sequence)
             for var in (*op.reads, *op.writes):
                 op.cause = earliest(op.cause, var.poison_for(op.seq))
             self._active.append(entry)
-        result = op.call()
-        failure = self._wait_for_returned(result) if isinstance(result, Work) else result
+
+    def _leave(self, entry: tuple[int, Operation], failure: Failure | None) -> None:
+        """The operation is over, unless close gave up on it."""
+        op = entry[1]
         with self._changed:
             self._active.remove(entry)
             self._changed.notify_all()
-            if op._done:  # close gave up on it
-                return op
+            if op._done:
+                return
             if failure is not None:
                 self._record(op, failure)
             for var in op.writes:
@@ -61,9 +82,6 @@ class NaiveEngine(Engine):
             gates, callbacks = op._mark_done(failure)
         assert (gates, callbacks) == (None, None), "nobody can have seen the operation yet"
         op.reads = op.writes = ()
-        if failure is not None and failure is not op.cause and not isinstance(failure.error, Exception):
-            raise failure.deliver()  # Ctrl-C: it must not wait until somebody waits
-        return op
 
     def _wait_for_returned(self, work: Work) -> Failure | None:
         with self._changed:

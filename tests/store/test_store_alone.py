@@ -24,6 +24,7 @@ from store_helpers import ALL, array, pulled
 import kvmpi
 from kvmpi import errors, optim
 from kvmpi.deadline import Deadline
+from kvmpi.engine.naive import NaiveEngine
 from kvmpi.ps import link
 from kvmpi.store.call import Invocation, take_numbers
 from kvmpi.wire import Connection, Listener
@@ -428,16 +429,27 @@ def test_numbers_of_numpy_become_those_of_python():
             take_numbers(Invocation("allreduce", Deadline(None), **mistake), "w")
 
 
+def interrupt(patch, engine):
+    """A signal comes when ``engine`` is to know of an operation: with threads just before, without them just after."""
+    if not isinstance(engine, NaiveEngine):
+        patch.setattr(engine, "_register", lambda *_: signal.raise_signal(signal.SIGINT))
+        return
+    enter = engine._enter
+    patch.setattr(engine, "_enter", lambda entry: (enter(entry), signal.raise_signal(signal.SIGINT)))
+
+
+@pytest.mark.parametrize("engine", ["threaded", "naive"])
 @pytest.mark.parametrize("name", ["local", "mpi"])
-def test_a_signal_in_the_middle_of_a_call_leaves_a_store_without_others_usable(name, monkeypatch):
-    """It may come between two steps of the engine's own, and the engine is not used any more."""
+def test_a_signal_in_the_middle_of_a_call_leaves_a_store_without_others_usable(name, engine, monkeypatch):
+    """It may come between two steps of the engine's own, and one with threads is not used any more."""
+    monkeypatch.setenv("KVMPI_ENGINE", engine)
     with kvmpi.create(name) as kv:
         kv.init(["w", "v"], [array(0)] * 2)
         kv.set_optimizer(optim.Test())
         kv.push("w", array(1))
         for _ in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(kv._engine, "_register", lambda *_: signal.raise_signal(signal.SIGINT))
+                interrupt(patch, kv._engine)
                 with pytest.raises(KeyboardInterrupt):
                     kv.push("w", array(1))
             kv.push("w", array(2))
