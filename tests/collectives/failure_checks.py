@@ -36,8 +36,7 @@ from kvmpi.errors import KVTimeoutError, PeerLostError
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
 SILENT = SIZE - 1
-#: What is over that in twice as long is for a busy machine, which wakes a rank late.
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 #: Elements of float32 that ranks read where they lie, and chunks of which a ring of 4 has six to a segment.
 LARGE, CHUNK_BYTES = 1_200_000, 204_800
 native._MOST_MS = 0  # each advance is one look
